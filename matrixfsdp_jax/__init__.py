@@ -1,0 +1,38 @@
+"""Matrix optimizers for JAX on whole-matrix owners: the optimizer step moves no matrix.
+
+See ``mfsdp.plan`` for the layout, ``mfsdp.muon`` for the optimizer, ``mfsdp.train_step`` for the
+step, and ``mfsdp.audit`` for what the compiled program sends.
+"""
+
+from matrixfsdp_jax.audit import Audit, Collective, audit
+from matrixfsdp_jax.layout import rules
+from matrixfsdp_jax.layout.rules import default_rules
+from matrixfsdp_jax.layout.spec import MatrixView
+from matrixfsdp_jax.optimizers import clip_by_global_norm, muon, scale_by_muon
+from matrixfsdp_jax.owner.params import OwnerLayout, OwnerParams, plan
+from matrixfsdp_jax.owner.update import global_norm
+from matrixfsdp_jax.training import TrainStep, eval_step, shard_batch, train_step
+from matrixfsdp_jax.transforms.muon import MuonState
+
+__all__ = [
+    "Audit",
+    "Collective",
+    "MatrixView",
+    "MuonState",
+    "OwnerLayout",
+    "OwnerParams",
+    "TrainStep",
+    "audit",
+    "clip_by_global_norm",
+    "default_rules",
+    "eval_step",
+    "global_norm",
+    "muon",
+    "plan",
+    "rules",
+    "scale_by_muon",
+    "shard_batch",
+    "train_step",
+]
+
+__version__ = "0.1.0"

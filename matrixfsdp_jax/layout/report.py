@@ -1,0 +1,467 @@
+"""A plan to look at: a table for people, a dict for programs, a picture of who owns what.
+
+Shape legend: ``N`` devices on the owner axis, ``W`` waves, ``m <= n`` a stored matrix.
+"""
+
+import colorsys
+import io
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from matrixfsdp_jax.layout.costs import Collective, CollectiveKind, Costs, costs
+from matrixfsdp_jax.layout.spec import LeafPlan, Matrix, Plan, ShapeClass
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
+
+# ---- table -------------------------------------------------------------------------------------
+
+
+def render(plan: Plan, *, width: int | None = 80, every_leaf: bool = False) -> str:
+    """Return the plan as a table for people: classes, devices, bytes moved, leaves.
+
+    Rows that differ only in a number are folded into one: ``blocks/{0..11}/attn/kernel`` stands
+    for exactly the twelve leaves with a number from 0 to 11 in that place, all of one shape,
+    dtype, route and reason.
+
+    Args:
+      plan: the plan.
+      width: columns of text; None takes the terminal's.
+      every_leaf: give each leaf its own row, with the slots (device/wave) of its matrices.
+
+    Examples:
+      >>> from matrixfsdp_jax.layout.planner import make_plan
+      >>> from matrixfsdp_jax.layout.spec import Leaf, LeafRoute
+      >>> leaf = Leaf("norm/scale", (8,), "float32")
+      >>> "norm/scale" in render(make_plan([(leaf, LeafRoute("rest", "rank 1"))], 4))
+      True
+    """
+    out = io.StringIO()
+    console = Console(
+        file=out, width=width, color_system=None, markup=False, highlight=False, emoji=False
+    )
+    cost = costs(plan)
+    console.print(_summary(plan, cost))
+    tables = [_class_table(plan), _device_table(cost), _traffic_table(cost)]
+    for table in [*tables, _leaf_table(plan, every_leaf)]:
+        if table.row_count:
+            console.print()
+            console.print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def _summary(plan: Plan, cost: Costs) -> str:
+    matrices = sum(cost.matrices.real)
+    gather = f"in {plan.gather_dtype}" if plan.gather_dtype else "in each leaf's own dtype"
+    traffic = [f"{kind} {_bytes(b)}" for kind in _KINDS if (b := cost.received(kind))]
+    lines = [
+        f"{_title(plan)}: {matrices} matrices in {len(plan.classes)} classes, "
+        f"{len(plan.leaves)} leaves",
+        f"gather {gather}, reduce in {plan.reduce_dtype}",
+        f"memory per device: {_bytes(cost.memory.padded)}, plus {_bytes(cost.gathered)} "
+        "while all parameters are gathered",
+        f"received per device and step: {', '.join(traffic) or 'nothing'}",
+    ]
+    if plan.classes:
+        steps = f" ({plan.ns_steps} Newton-Schulz steps)" if plan.optimizer == "muon" else ""
+        lines += [
+            f"update per device: {_flops(cost.flops.padded)}FLOP{steps}, "
+            f"{cost.flops.padded_balance:.2f} x the mean of useful work; "
+            f"busiest owner {cost.flops.balance:.2f} x",
+            f"padding: stacks hold {cost.padding_factor:.2f} x the elements of the matrices",
+        ]
+    return "\n".join(lines)
+
+
+def _title(plan: Plan) -> str:
+    return f"{plan.optimizer} on {plan.num_devices} device{'s' * (plan.num_devices > 1)}"
+
+
+def _table(title: str, *columns: str, numbers_from: int) -> Table:
+    """A table whose columns from ``numbers_from`` on are right-aligned; nothing is ever cut."""
+    table = Table(
+        title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    for k, column in enumerate(columns):
+        justify = "right" if k >= numbers_from else "left"
+        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    return table
+
+
+def _class_table(plan: Plan) -> Table:
+    table = _table(
+        "Classes", "class", "matrices", "waves", "pads", "on all devices", numbers_from=1
+    )
+    for cls in plan.classes:
+        stack = "x".join(map(str, cls.stack_shape))
+        table.add_row(cls.key, *map(str, (len(cls.matrices), cls.num_waves, cls.num_pads)), stack)
+    return table
+
+
+def _device_table(cost: Costs) -> Table:
+    columns = ("device", "matrices", "parameters", "gradients", "state", "frozen", "FLOPs")
+    table = _table(
+        "Devices (without pads; the last row is what each pays)", *columns, numbers_from=1
+    )
+    parts = (cost.parameters, cost.gradients, cost.state)
+
+    def row(label: str, matrices: int, parts: Iterable[int], flops: int) -> None:
+        sizes = [_bytes(p) for p in (*parts, cost.frozen)]
+        table.add_row(label, str(matrices), *sizes, _flops(flops))
+
+    alike: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    reals = [p.real for p in (cost.matrices, *parts, cost.flops)]
+    for device, values in enumerate(zip(*reals, strict=True)):
+        alike[values].append(str(device))
+    for values, devices in alike.items():
+        row(_ranges(devices), values[0], values[1:-1], values[-1])
+    row("each", cost.matrices.padded, [p.padded for p in parts], cost.flops.padded)
+    return table
+
+
+def _traffic_table(cost: Costs) -> Table:
+    title = "Bytes that one device receives in each collective, and how often in a step"
+    table = _table(title, "what", "times", *_KINDS, numbers_from=1)
+    by_source: dict[str, dict[str, Collective]] = defaultdict(dict)
+    for collective in cost.collectives:
+        by_source[collective.source][collective.kind] = collective
+    rows = []
+    for source, found in by_source.items():
+        count = next(iter(found.values())).count
+        each = tuple(_bytes(found[kind].bytes) if kind in found else "" for kind in _KINDS)
+        rows.append(((count, each), source))
+    for (count, each), sources in _by_key(rows).items():
+        for source, leaves in _fold(sources):
+            table.add_row(source, str(count * leaves), *each)
+    return table
+
+
+def _leaf_table(plan: Plan, every_leaf: bool) -> Table:
+    where = _slots_of_leaves(plan)
+    table = _table("Leaves", "leaf", "#", "shape", "route: why", numbers_from=4)
+    rows = []
+    for index, each in enumerate(plan.leaves):
+        shape = f"{_short_dtype(each.leaf.dtype)}[{','.join(map(str, each.leaf.shape))}]"
+        route = _route(each, sorted({s["class"] for s in where[index]}))
+        slots = " ".join(f"{s['device']}/{s['wave']}" for s in where[index])
+        place = f" at {slots}" if every_leaf and slots else ""
+        rows.append(((shape, f"{route}{place}: {each.route.reason}"), each.leaf.path))
+    shown = [(path, 1, cells) for cells, path in rows]
+    if not every_leaf:
+        shown = [(p, k, cells) for cells, paths in _by_key(rows).items() for p, k in _fold(paths)]
+    for pattern, count, cells in shown:
+        table.add_row(pattern, str(count), *cells)
+    return table
+
+
+def _route(each: LeafPlan, classes: Sequence[str]) -> str:
+    if each.route.route == "matrix":
+        return f"matrix {', '.join(key.split(':')[0] for key in classes)}"
+    placed = "replicated" if each.shard_dim is None else f"dim {each.shard_dim} sharded"
+    return f"{each.route.route}, {placed}"
+
+
+def _short_dtype(dtype: str) -> str:
+    """``"bfloat16"`` -> ``"bf16"``, as jaxprs write it."""
+    return re.sub(r"^(b?f|u?i|c)[a-z]+", r"\1", dtype)
+
+
+def _by_key(rows: Iterable[tuple[Any, str]]) -> dict[Any, list[str]]:
+    grouped: dict[Any, list[str]] = defaultdict(list)
+    for key, path in rows:
+        grouped[key].append(path)
+    return grouped
+
+
+def _fold(paths: Iterable[str]) -> list[tuple[str, int]]:
+    """Paths that differ only in numbers as one pattern, with the number of paths it stands for.
+
+    Number places are folded one after the other, and only where all else is equal, so a pattern
+    with several braces stands for every combination of their numbers.
+    """
+    rows = {tuple(re.split(r"(\d+)", path)): 1 for path in paths}
+    for place in range(1, max(map(len, rows), default=0), 2):
+        alike: dict[Any, list[tuple[str, ...]]] = defaultdict(list)
+        for row in rows:
+            alike[row[:place], row[place + 1 :]].append(row)
+        folded = {}
+        for group in alike.values():
+            row, count = group[0], sum(rows[r] for r in group)
+            if len(group) > 1:
+                numbers = _ranges([r[place] for r in group])
+                row = (*row[:place], f"{{{numbers}}}", *row[place + 1 :])
+            folded[row] = count
+        rows = folded
+    return [("".join(row), count) for row, count in rows.items()]
+
+
+def _ranges(numbers: Iterable[str]) -> str:
+    """``["0", "1", "2", "5"]`` -> ``"0..2,5"``."""
+    runs: list[list[str]] = []
+    for number in sorted(numbers, key=lambda x: (int(x), x)):
+        if runs and str(int(runs[-1][-1]) + 1) == number:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(run[0] if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)
+
+
+def _bytes(count: int) -> str:
+    value, units = float(count), iter(("KiB", "MiB", "GiB", "TiB"))
+    unit = "B"
+    while value >= 1024 and unit != "TiB":
+        value, unit = value / 1024, next(units)
+    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def _flops(count: int) -> str:
+    for power, unit in ((15, "P"), (12, "T"), (9, "G"), (6, "M")):
+        if count >= 10**power:
+            return f"{count / 10**power:.1f} {unit}"
+    return str(count)
+
+
+# ---- dict --------------------------------------------------------------------------------------
+
+
+def to_dict(plan: Plan) -> dict[str, Any]:
+    """Return the plan and its costs as JSON-ready data, every number exact and unfolded."""
+    cost = costs(plan)
+    per_device = {
+        name: getattr(cost, name)
+        for name in ("matrices", "elements", "flops", "parameters", "gradients", "state", "memory")
+    }
+    where = _slots_of_leaves(plan)
+    return {
+        "num_devices": plan.num_devices,
+        "optimizer": plan.optimizer,
+        "ns_steps": plan.ns_steps,
+        "gather_dtype": plan.gather_dtype,
+        "reduce_dtype": plan.reduce_dtype,
+        "classes": [_class_dict(cls) for cls in plan.classes],
+        "devices": [
+            {"device": d, **{name: cost.real[d] for name, cost in per_device.items()}}
+            for d in range(plan.num_devices)
+        ],
+        "leaves": [
+            {
+                "path": each.leaf.path,
+                "shape": list(each.leaf.shape),
+                "dtype": each.leaf.dtype,
+                "route": each.route.route,
+                "reason": each.route.reason,
+                "trainable": each.trainable,
+                "shard_dim": each.shard_dim,
+                "matrices": slots,
+            }
+            for each, slots in zip(plan.leaves, where, strict=True)
+        ],
+        "costs": {
+            "every_device": {name: cost.padded for name, cost in per_device.items()},
+            "frozen": cost.frozen,
+            "gathered": cost.gathered,
+            "padding_factor": cost.padding_factor,
+            "flop_balance": cost.flops.balance,
+            "padded_flop_balance": cost.flops.padded_balance,
+            "collectives": [{**asdict(c), "total_bytes": c.total_bytes} for c in cost.collectives],
+        },
+    }
+
+
+def _class_dict(cls: ShapeClass) -> dict[str, Any]:
+    return {
+        "key": cls.key,
+        "m": cls.m,
+        "n": cls.n,
+        "dtype": cls.dtype,
+        "num_waves": cls.num_waves,
+        "num_pads": cls.num_pads,
+        "matrices": [
+            {**asdict(matrix), "transposed": matrix.transposed, "device": device, "wave": wave}
+            for matrix, (device, wave) in zip(cls.matrices, cls.slots, strict=True)
+        ],
+    }
+
+
+def _slots_of_leaves(plan: Plan) -> list[list[dict[str, Any]]]:
+    """For each leaf the class and slot of its matrices, by batch index and block."""
+    found: list[list[tuple[int, int, dict[str, Any]]]] = [[] for _ in plan.leaves]
+    for cls in plan.classes:
+        for matrix, (device, wave) in zip(cls.matrices, cls.slots, strict=True):
+            slot = {"name": matrix.name, "class": cls.key, "device": device, "wave": wave}
+            found[matrix.leaf].append((matrix.batch, matrix.start, slot))
+    return [[slot for *_, slot in sorted(each, key=lambda s: s[:2])] for each in found]
+
+
+# ---- picture -----------------------------------------------------------------------------------
+
+_Color = tuple[float, float, float]
+_POINTS = 72  # per inch
+_LABEL_SIZES = (8.0, 7.0, 6.0, 5.0)  # points; below that a label is no longer legible
+_PAD_STYLE: dict[str, Any] = {
+    "facecolor": "0.97",
+    "edgecolor": "0.6",
+    "hatch": "////",
+    "linewidth": 0.8,
+}
+
+
+def plot(plan: Plan, path: str | Path) -> None:
+    """Draw who owns what: devices across, waves down, one panel per class.
+
+    Each matrix is a cell in the colour of its parameter kind (its path without numbers) with its
+    short name; a name that does not fit shrinks to its numbers, then goes. Pad slots are hatched.
+
+    Args:
+      plan: the plan.
+      path: file to write; its ending gives the format (``.png``, ``.svg``, ``.pdf``).
+
+    Raises:
+      ImportError: if matplotlib is missing; install ``matrixfsdp-jax[plot]``.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plot needs matplotlib: pip install 'matrixfsdp-jax[plot]'") from error
+    names = _Names(plan)
+    waves = [cls.num_waves for cls in plan.classes]
+    width = min(20.0, max(7.0, 1.1 * plan.num_devices))
+    row = min(0.32, max(0.1, 14 / max(1, sum(waves))))
+    legend_columns = max(1, int(width / (0.7 + 0.085 * max(map(len, names.colors), default=0))))
+    legend_rows = -(-(len(names.colors) + 1) // legend_columns)
+    height = 1.0 + row * sum(waves) + 0.6 * len(waves) + 0.22 * legend_rows
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.suptitle(f"{_title(plan)}: who owns which matrix", fontsize=11)
+    if plan.classes:
+        panels = figure.subplots(len(waves), squeeze=False, sharex=True, height_ratios=waves)
+        for axes, cls in zip(panels[:, 0], plan.classes, strict=True):
+            _panel(axes, cls, names, cell=(0.9 * width / plan.num_devices, row))
+        panels[-1, 0].set_xlabel("device")
+        _legend(figure, names.colors, legend_columns, any(cls.num_pads for cls in plan.classes))
+    else:
+        figure.text(0.5, 0.4, "no leaf is updated by a matrix method", ha="center")
+    figure.savefig(path, dpi=150)
+
+
+class _Names:
+    """The kind of each matrix (its leaf's path without numbers), its numbers, and the colours."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._paths = [each.leaf.path for each in plan.leaves]
+        matrices = sorted((m for cls in plan.classes for m in cls.matrices), key=lambda m: m.leaf)
+        kinds = list(dict.fromkeys(self._split(matrix)[0] for matrix in matrices))
+        self._head, self._tail = _shared_ends(kinds)
+        self.colors = {self._short(kind): _color(k, len(kinds)) for k, kind in enumerate(kinds)}
+
+    def of(self, matrix: Matrix) -> tuple[str, str]:
+        """The short kind of a matrix and its numbers: ``("attn/q", "3")``."""
+        kind, numbers = self._split(matrix)
+        return self._short(kind), numbers
+
+    def _split(self, matrix: Matrix) -> tuple[tuple[str, ...], str]:
+        path = self._paths[matrix.leaf]
+        batch, _, block = matrix.name.removeprefix(path).partition(":")
+        parts = path.split("/")
+        numbers = [part for part in parts if part.isdigit()]
+        if not numbers:  # linen numbers its modules within a name: Block_3
+            parts = re.sub(r"_(\d+)(?=/)", r"/\1", path, count=1).split("/")
+            numbers = [part for part in parts if part.isdigit()]
+        kind = [part for part in parts if not part.isdigit()]
+        if block:
+            kind.append(block)
+        return tuple(kind), ".".join(numbers) + batch
+
+    def _short(self, kind: tuple[str, ...]) -> str:
+        return "/".join(kind[self._head : len(kind) - self._tail])
+
+
+def _shared_ends(kinds: Sequence[tuple[str, ...]]) -> tuple[int, int]:
+    """How many parts all kinds share at their beginning and end; each kind keeps one at least."""
+    spare = min(map(len, kinds), default=1) - 1
+    head = 0
+    while head < spare and len({kind[head] for kind in kinds}) == 1:
+        head += 1
+    tail = 0
+    while head + tail < spare and len({kind[-1 - tail] for kind in kinds}) == 1:
+        tail += 1
+    return head, tail
+
+
+def _color(k: int, count: int) -> _Color:
+    """Even hues, strong and pale in turn, all light enough for black text."""
+    return colorsys.hls_to_rgb(k / max(1, count), 0.7 if k % 2 else 0.8, 0.65)
+
+
+def _panel(axes: "Axes", cls: ShapeClass, names: _Names, cell: tuple[float, float]) -> None:
+    """One class; ``cell`` is the size of a slot in inches."""
+    from matplotlib.collections import PatchCollection
+    from matplotlib.patches import Rectangle
+
+    def boxes(slots: Iterable[tuple[int, int]], **style: Any) -> None:
+        axes.add_collection(PatchCollection([Rectangle(slot, 1, 1) for slot in slots], **style))
+
+    by_kind: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    labels = []
+    for matrix, slot in zip(cls.matrices, cls.slots, strict=True):
+        kind, numbers = names.of(matrix)
+        by_kind[kind].append(slot)
+        labels.append((kind, numbers))
+    for kind, slots in by_kind.items():
+        boxes(slots, facecolor=names.colors[kind], edgecolor="white", linewidth=0.8)
+    every = itertools.product(range(cls.num_devices), range(cls.num_waves))
+    boxes(sorted(set(every) - set(cls.slots)), **_PAD_STYLE)
+    size, texts = _fit(labels, cell)
+    for (device, wave), text in zip(cls.slots, texts, strict=True):
+        axes.text(device + 0.5, wave + 0.5, text, ha="center", va="center", fontsize=size)
+    axes.set(xlim=(0, cls.num_devices), ylim=(cls.num_waves, 0), ylabel="wave")
+    _number(axes.xaxis, cls.num_devices, cell[0])
+    _number(axes.yaxis, cls.num_waves, cell[1])
+    axes.set_title(
+        f"{cls.key}: {len(cls.matrices)} matrices, {cls.num_pads} pads", loc="left", fontsize=9
+    )
+
+
+def _fit(labels: Sequence[tuple[str, str]], cell: tuple[float, float]) -> tuple[float, list[str]]:
+    """Font size in points and the texts that fit a cell: kind and numbers, else numbers, else none.
+
+    All cells of a panel are labelled alike.
+    """
+    width, height = (_POINTS * side for side in cell)
+    whole = [f"{kind} {numbers}".strip() for kind, numbers in labels]
+    for texts in (whole, [numbers for _, numbers in labels]):
+        longest = max(map(len, texts))
+        for size in _LABEL_SIZES:
+            # A character of the default font is about 0.6 of its size wide.
+            if 0.62 * size * longest <= 0.95 * width and 1.2 * size <= height:
+                return size, texts
+    return _LABEL_SIZES[-1], [""] * len(labels)
+
+
+def _number(axis: Any, count: int, inches: float) -> None:
+    """Number the slots of an axis in their middle, as many as have room."""
+    step = next(s for s in (1, 2, 4, 8, 16, 32, 64, 128, 256, count) if s * inches >= 0.25)
+    axis.set_ticks([k + 0.5 for k in range(0, count, step)], labels=range(0, count, step))
+    axis.set_tick_params(length=0, labelsize=8)
+
+
+def _legend(figure: "Figure", colors: dict[str, _Color], columns: int, pads: bool) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(facecolor=color, label=kind) for kind, color in colors.items()]
+    if pads:
+        handles.append(Patch(**_PAD_STYLE, label="pad (zero for ever)"))
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=columns, fontsize=8, frameon=False
+    )

@@ -1,0 +1,626 @@
+"""Which leaf is a matrix, and how it is read.
+
+A `Rule` says what happens to the leaves that its pattern (or predicate) matches; the first rule
+that matches wins, and `default_rules` puts safe defaults after the user's own rules. `route`
+applies them to a tree and checks every decision. Only paths, shapes and dtypes are looked at.
+"""
+
+import fnmatch
+import glob
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, cast, get_args
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+
+from matrixfsdp_jax.layout import leaves
+from matrixfsdp_jax.layout.spec import Leaf, LeafRoute, MatrixView, Route, Side, is_inexact
+
+Match = str | Callable[[Leaf], bool]
+
+_ROUTES = get_args(Route)
+_SIDES = get_args(Side)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What happens to the leaves that ``match`` names.
+
+    Args:
+      match: a glob over the whole ``"/"``-joined path, case-sensitive, in which ``*`` also
+        crosses ``"/"``; or a predicate ``Leaf -> bool``.
+      decide: the `LeafRoute` of such a leaf, or a function that computes it from the leaf.
+      name: how reports and errors call the rule; the builders below give a call to paste.
+
+    Examples:
+      >>> Rule("base/*", LeafRoute("frozen", "LoRA")).matches(Leaf("base/0/w", (2, 2), "int8"))
+      True
+    """
+
+    match: Match
+    decide: LeafRoute | Callable[[Leaf], LeafRoute]
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.match, str) or callable(self.match)):
+            raise TypeError(
+                f"a rule's match must be a path pattern such as 'blocks/*/kernel' or a predicate "
+                f"Leaf -> bool, got {self.match!r}"
+            )
+        if not self.name:
+            object.__setattr__(self, "name", _call("Rule", self.match))
+
+    def matches(self, leaf: Leaf) -> bool:
+        """Whether the rule speaks about this leaf."""
+        if isinstance(self.match, str):
+            return fnmatch.fnmatchcase(leaf.path, self.match)
+        return bool(self.match(leaf))
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The user's rules, then the defaults: a function ``Leaf -> LeafRoute`` (see `default_rules`).
+
+    Raises:
+      TypeError: if ``rules`` holds anything but `Rule`.
+      ValueError: when called, if no rule names a leaf of rank above 2, or a decision is wrong.
+    """
+
+    rules: tuple[Rule, ...] = ()
+
+    def __post_init__(self) -> None:
+        for rule in self.rules:
+            if not isinstance(rule, Rule):
+                raise TypeError(
+                    f"rules must be Rule objects such as stacked('blocks/*/kernel'), got {rule!r}"
+                )
+
+    def __call__(self, leaf: Leaf) -> LeafRoute:
+        """The route of one leaf, checked."""
+        for rule in self.rules:
+            if rule.matches(leaf):
+                decision = rule.decide(leaf) if callable(rule.decide) else rule.decide
+                return _checked(leaf, decision, f"rule {rule.name}")
+        return _default_route(leaf)
+
+
+class NoRuleError(ValueError):
+    """Leaves of rank above 2 that no rule names; the message offers the rules to choose from."""
+
+    def __init__(self, undecided: Sequence[Leaf]):
+        self.leaves = tuple(undecided)
+        first, *others = self.leaves
+        lines = [f"{_text(first)} has rank {len(first.shape)} and no rule says how to read it."]
+        lines.append("Give one of these rules, e.g. rules=default_rules(...):")
+        lines += [f"  {rule.name}  # {_reading_text(rule, first)}" for rule in _readings(first)]
+        lines.append(f"  {_call('rest', glob.escape(first.path))}  # not a matrix")
+        if others:
+            lines.append(f"{len(others)} more leaves need a rule (a pattern may cover several):")
+            lines += [f"  {_text(leaf)}" for leaf in others]
+        super().__init__("\n".join(lines))
+
+
+def default_rules(*extra: Rule) -> Rules:
+    """Rules that try ``extra`` first and then safe defaults.
+
+    The defaults, in this order: a leaf that has no gradient (integers, keys), is empty, or has
+    rank 0 or 1 goes to rest; so do biases, scales, norms, embeddings and output heads of any rank,
+    told by whole words of their path, and depthwise convolutions. What is left of rank 2 is a
+    matrix ``[in, out]``; of a higher rank it is an error that lists the possible rules.
+
+    Examples:
+      >>> rules = default_rules(stacked("blocks/*/kernel"))
+      >>> rules(Leaf("blocks/mlp/kernel", (12, 64, 256), "float32")).view.batch_dims
+      (0,)
+      >>> rules(Leaf("Embed_0/embedding", (32, 8), "float32")).reason
+      'named like an embedding'
+    """
+    return Rules(extra)
+
+
+def matrix(
+    match: Match,
+    *,
+    rows: Sequence[int] | None = None,
+    cols: Sequence[int] | None = None,
+    batch: Sequence[int] = (),
+    out: Side = "cols",
+    split: Sequence[int] = (),
+    split_side: Side = "cols",
+) -> Rule:
+    """Read the leaf as ``[batch, rows, cols]`` by the dims given (see `MatrixView`).
+
+    Args:
+      match: path pattern or predicate, as in `Rule`.
+      rows: dims that make up the rows, in order; negative ones count from the end. May be left
+        out, like ``cols``, where two dims remain beside ``batch``: the first is the rows.
+      cols: dims that make up the columns.
+      batch: dims that count matrices (scanned layers, experts).
+      out: the side of the layer's outputs, ``"rows"`` for a torch weight ``[out, in]``.
+      split: sizes of the blocks that every matrix is cut into.
+      split_side: the side that is cut.
+    """
+    row_dims = None if rows is None else _ints("rows", rows)
+    col_dims = None if cols is None else _ints("cols", cols)
+    batch_dims, splits = _ints("batch", batch), _ints("split", split)
+    options = {"batch": batch_dims, "out": out, "split": splits, "split_side": split_side}
+    name = _call("matrix", match, rows=row_dims, cols=col_dims, **options)
+
+    def decide(leaf: Leaf) -> LeafRoute:
+        dims = _matrix_dims(leaf, name, row_dims, col_dims, batch_dims)
+        view = MatrixView(*dims, out_side=out, splits=splits, split_side=split_side)
+        return LeafRoute("matrix", f"rule {name}", view)
+
+    return Rule(match, decide, name)
+
+
+def fused(
+    match: Match,
+    sizes: Sequence[int],
+    *,
+    rows: Sequence[int] | None = None,
+    cols: Sequence[int] | None = None,
+    batch: Sequence[int] = (),
+    out: Side = "cols",
+    split_side: Side = "cols",
+) -> Rule:
+    """A matrix that holds several side by side (fused QKV), cut into blocks of ``sizes``.
+
+    The sizes may differ and must add up to the cut side; the other arguments are `matrix`'s.
+    """
+    return matrix(
+        match, rows=rows, cols=cols, batch=batch, out=out, split=sizes, split_side=split_side
+    )
+
+
+def stacked(match: Match) -> Rule:
+    """The last two dims are the matrix, all dims before them count matrices.
+
+    For scanned layers ``[L, m, n]``, experts ``[E, m, n]``, and both ``[L, E, m, n]``.
+    """
+    name = _call("stacked", match)
+
+    def decide(leaf: Leaf) -> LeafRoute:
+        rank = len(leaf.shape)
+        _need(rank >= 3, leaf, name, "leaves of rank 3 or more, [..., rows, cols]")
+        view = MatrixView((rank - 2,), (rank - 1,), tuple(range(rank - 2)))
+        return LeafRoute("matrix", f"rule {name}: a stack of matrices", view)
+
+    return Rule(match, decide, name)
+
+
+def conv(match: Match) -> Rule:
+    """A convolution kernel ``[*spatial, in, out]`` (HWIO) read as ``(spatial * in, out)``.
+
+    A depthwise kernel (one input channel per filter, ``shape[-2] == 1``) goes to rest.
+    """
+    name = _call("conv", match)
+
+    def decide(leaf: Leaf) -> LeafRoute:
+        rank = len(leaf.shape)
+        _need(rank >= 3, leaf, name, "leaves of rank 3 or more, [*spatial, in, out]")
+        if leaf.shape[-2] == 1:
+            return LeafRoute("rest", f"rule {name}: depthwise, one input channel per filter")
+        view = MatrixView(tuple(range(rank - 1)), (rank - 1,))
+        return LeafRoute("matrix", f"rule {name}: convolution (spatial * in, out)", view)
+
+    return Rule(match, decide, name)
+
+
+def attention_in(match: Match, *, batch: int = 0) -> Rule:
+    """A query, key or value projection ``[d, heads, head_dim]`` read as ``(d, heads*head_dim)``.
+
+    ``batch`` is the number of leading dims that count layers.
+    """
+    return _attention("attention_in", match, batch, num_row_dims=1)
+
+
+def attention_out(match: Match, *, batch: int = 0) -> Rule:
+    """An output projection ``[heads, head_dim, d]`` read as ``(heads*head_dim, d)``.
+
+    ``batch`` is the number of leading dims that count layers.
+    """
+    return _attention("attention_out", match, batch, num_row_dims=2)
+
+
+def rest(match: Match) -> Rule:
+    """Not a matrix: the elementwise optimizer updates the leaf."""
+    name = _call("rest", match)
+    return Rule(match, LeafRoute("rest", f"rule {name}"), name)
+
+
+def frozen(match: Match) -> Rule:
+    """Gathered for the model, never updated, without optimizer state (LoRA's base)."""
+    name = _call("frozen", match)
+    return Rule(match, LeafRoute("frozen", f"rule {name}"), name)
+
+
+def route(
+    tree: leaves.PyTree,
+    rules: Rules | Sequence[Rule] | Callable[[Leaf], Any] | leaves.PyTree | None = None,
+    *,
+    allow_unused: bool = False,
+) -> list[tuple[Leaf, LeafRoute]]:
+    """Every leaf of ``tree`` with its route, in the tree's own leaf order.
+
+    Args:
+      tree: parameters, or their shapes (``jax.ShapeDtypeStruct``). ``None`` and
+        ``optax.MaskedNode`` hold the place of an absent leaf.
+      rules: one of
+        - None: `default_rules`;
+        - `Rules`, or rules to put before the defaults;
+        - a function of a `Leaf` that returns ``"matrix"``, ``"rest"``, ``"frozen"``, a
+          `MatrixView`, a `LeafRoute`, or ``"default"`` or None for the defaults;
+        - a tree with the paths of ``tree`` and one of these values at each leaf; there, as in
+          optax, None skips the leaf (rest) and ``"default"`` asks for the defaults.
+      allow_unused: for trees of which a part, or all, is masked out: accept rules that match no
+        leaf, entries of a given tree whose leaf is absent, and a tree without leaves.
+
+    Raises:
+      TypeError: if a leaf or a decision is of a wrong type.
+      ValueError: if the tree has no leaf; one array stands at two paths; no rule names a leaf of
+        rank above 2; a decision does not fit its leaf; a rule matches nothing; a given tree
+        differs from ``tree``. The message names the leaf and says what to change.
+
+    Examples:
+      >>> params = {"mlp": {"kernel": np.ones((8, 16)), "bias": np.ones(16)}}
+      >>> [(leaf.path, decision.route) for leaf, decision in route(params)]
+      [('mlp/bias', 'rest'), ('mlp/kernel', 'matrix')]
+    """
+    paths, values, _ = leaves.flatten(tree)
+    if not paths and not allow_unused:
+        raise ValueError(
+            f"the tree has no leaf to route, got a {type(tree).__name__} without arrays; "
+            "give the model's parameters, or their shapes as jax.ShapeDtypeStruct"
+        )
+    _refuse_tied(paths, values)
+    described = [leaves.describe(p, v) for p, v in zip(paths, values, strict=True)]
+    decide = _decider(rules, described, allow_unused)
+    routed: list[tuple[Leaf, LeafRoute]] = []
+    undecided: list[Leaf] = []
+    for leaf in described:
+        try:
+            routed.append((leaf, decide(leaf)))
+        except NoRuleError as error:
+            undecided += error.leaves
+    if undecided:
+        raise NoRuleError(undecided)
+    return routed
+
+
+def _decider(rules: Any, described: list[Leaf], allow_unused: bool) -> Callable[[Leaf], LeafRoute]:
+    """What the user gave as rules, as one function of a leaf."""
+    if rules is None:
+        return Rules()
+    if isinstance(rules, Rule):
+        rules = (rules,)
+    if isinstance(rules, list | tuple) and (
+        not rules or any(isinstance(rule, Rule) for rule in rules)
+    ):
+        rules = Rules(tuple(rules))
+    if isinstance(rules, Rules):
+        if not allow_unused:
+            _refuse_unused(rules, described)
+        return rules
+    # A module that defines __call__ is callable too, but as a pytree it is a node, not a leaf.
+    if callable(rules) and jtu.treedef_is_leaf(jtu.tree_structure(rules)):
+        source = f"function {_function_name(rules)}"
+        return lambda leaf: _as_route(leaf, rules(leaf), source)
+    given = _given_routes(rules, described, allow_unused)
+    return lambda leaf: _as_route(leaf, given[leaf.path], "given tree")
+
+
+def _given_routes(given: Any, described: list[Leaf], allow_unused: bool) -> dict[str, Any]:
+    """The values of a given tree by path, None made visible."""
+    skip = LeafRoute("rest", "given tree: None skips the leaf")
+    visible = jtu.tree_map(lambda x: skip if x is None else x, given, is_leaf=lambda x: x is None)
+    paths, values, _ = leaves.flatten(visible)
+    known = {leaf.path for leaf in described}
+    missing = [leaf.path for leaf in described if leaf.path not in set(paths)]
+    extra = [
+        path
+        for path, value in zip(paths, values, strict=True)
+        if path not in known and value is not skip and value != "default"
+    ]
+    if missing or (extra and not allow_unused):
+        raise ValueError(
+            "the tree given as rules differs from the tree of parameters: "
+            f"{_listing('no route for', missing)}{_listing('a route for no leaf', extra)}"
+            "give one of 'matrix', 'rest', 'frozen', 'default', a MatrixView or a LeafRoute at "
+            "each leaf's path, or use path rules: default_rules(stacked('blocks/*'))"
+        )
+    return dict(zip(paths, values, strict=True))
+
+
+def _as_route(leaf: Leaf, value: Any, source: str) -> LeafRoute:
+    """One decision of a function or of a given tree, checked."""
+    if value is None or value == "default":
+        return _default_route(leaf)
+    if isinstance(value, MatrixView):
+        value = LeafRoute("matrix", f"{source}: view given", value)
+    elif isinstance(value, str):
+        view = MatrixView() if value == "matrix" and len(leaf.shape) == 2 else None
+        value = LeafRoute(cast(Route, value), f"{source}: {value}", view)
+    return _checked(leaf, value, source)
+
+
+def _checked(leaf: Leaf, decision: Any, source: str) -> LeafRoute:
+    """The decision itself, if it fits the leaf."""
+    if not isinstance(decision, LeafRoute):
+        raise TypeError(
+            f"{_text(leaf)}: {source} decided {decision!r}; expected a LeafRoute, a MatrixView, "
+            "'matrix', 'rest', 'frozen' or 'default'"
+        )
+    problem = _problem(leaf, decision)
+    if problem:
+        raise ValueError(f"{_text(leaf)}: {source} {problem}")
+    return decision
+
+
+def _problem(leaf: Leaf, decision: LeafRoute) -> str | None:
+    """What is wrong with a decision and what to do, or None."""
+    view = decision.view
+    if decision.route not in _ROUTES:
+        return f"says route {decision.route!r}; use one of {', '.join(map(repr, _ROUTES))}"
+    if decision.route != "matrix":
+        if view is not None:
+            return f"says {decision.route!r} and also gives {view}; leave the view out"
+        return None
+    otherwise = f"route it to rest, e.g. put {_call('rest', glob.escape(leaf.path))} first"
+    if not is_inexact(leaf.dtype):
+        return f"says 'matrix', but dtype {leaf.dtype} has no gradient; {otherwise}"
+    if leaf.size == 0:
+        return f"says 'matrix', but the leaf has no element; {otherwise}"
+    if view is None:
+        return f"says 'matrix' without a view; {_view_hint(leaf) or otherwise}"
+    return _view_problem(leaf, view)
+
+
+def _view_hint(leaf: Leaf) -> str | None:
+    """Views to choose from for a leaf of rank 2 or more."""
+    rank = len(leaf.shape)
+    views = [_view(rule, leaf) for rule in _readings(leaf)] if rank > 2 else [MatrixView()]
+    return "\n  ".join(["give one, say", *map(str, views)]) if rank >= 2 else None
+
+
+def _view_problem(leaf: Leaf, view: MatrixView) -> str | None:
+    rank = len(leaf.shape)
+    groups = (view.batch_dims, view.row_dims, view.col_dims, view.splits)
+    if not all(isinstance(group, tuple) for group in groups):
+        return f"gives {view}; its dims and splits must be tuples of integers"
+    reads = f"reads batch {view.batch_dims}, rows {view.row_dims}, cols {view.col_dims}"
+    if sorted(view.permutation) != list(range(rank)):
+        return f"{reads}; together they must name each of the dims {tuple(range(rank))} once"
+    if not (view.row_dims and view.col_dims):
+        return f"{reads}; rows and cols need at least one dim each"
+    if view.out_side not in _SIDES or view.split_side not in _SIDES:
+        return f"has sides {view.out_side!r}, {view.split_side!r}; use 'rows' or 'cols'"
+    _, num_rows, num_cols = view.matrix_shape(leaf.shape)
+    side = num_rows if view.split_side == "rows" else num_cols
+    if view.splits and (min(view.splits) <= 0 or sum(view.splits) != side):
+        return (
+            f"splits {view.split_side} into {view.splits} (sum {sum(view.splits)}); give positive "
+            f"sizes that add up to the {side} {view.split_side} of the matrix"
+        )
+    return None
+
+
+def _refuse_tied(paths: list[str], values: list[Any]) -> None:
+    """One array at two paths would get two states and drift apart."""
+    at: dict[int, list[str]] = {}
+    for path, value in zip(paths, values, strict=True):
+        if isinstance(value, jax.Array | np.ndarray):
+            at.setdefault(id(value), []).append(path)
+    for same in at.values():
+        if len(same) > 1:
+            raise ValueError(
+                f"one and the same array stands at {' and '.join(map(repr, same))} (tied weights); "
+                "its copies would get separate updates and drift apart. Tie by use: keep one leaf "
+                "and use it twice in the model, e.g. logits = x @ embedding.T, or attend() of "
+                "nnx.Embed or linen Embed. If they are only equal at the start, give each leaf "
+                "its own copy (jnp.copy)"
+            )
+
+
+def _refuse_unused(rules: Rules, described: list[Leaf]) -> None:
+    """A rule with a typo would silently change nothing."""
+    unused = [rule for rule in rules.rules if not any(map(rule.matches, described))]
+    if unused:
+        rule = unused[0]
+        near = get_close_matches(
+            str(rule.match), [leaf.path for leaf in described], n=3, cutoff=0.0
+        )
+        raise ValueError(
+            f"{', '.join(f'rule {r.name}' for r in unused)} matches no leaf of the tree; the paths "
+            f"nearest to the first are {', '.join(map(repr, near))}. Correct or drop the rule, or "
+            "pass allow_unused=True if a part of the tree is masked out"
+        )
+
+
+def _default_route(leaf: Leaf) -> LeafRoute:
+    """The defaults of `default_rules` for one leaf."""
+    rank = len(leaf.shape)
+    if not is_inexact(leaf.dtype):
+        return LeafRoute("rest", f"{leaf.dtype}: no gradient")
+    if leaf.size == 0:
+        return LeafRoute("rest", "zero-size")
+    if rank <= 1:
+        return LeafRoute("rest", f"rank {rank}")
+    kind = _kind_by_name(leaf.path)
+    if kind:
+        return LeafRoute("rest", f"named like {kind}")
+    if rank >= 3 and leaf.shape[-2] == 1 and re.search("conv|depthwise", leaf.path.lower()):
+        return LeafRoute("rest", "depthwise convolution: one input channel per filter")
+    if rank == 2:
+        return LeafRoute("matrix", "rank 2", MatrixView())
+    raise NoRuleError([leaf])
+
+
+_BIAS_WORDS = {"bias", "biases"}
+_SCALE_WORDS = {"scale", "scales", "gamma", "beta", "gain"}
+_NORM_WORD = re.compile(r"(\w*norm|ln|bn|gn)s?")
+_EMBEDDING_WORDS = {
+    *("emb", "embs", "embed", "embeds", "embedder", "embedding", "embeddings"),
+    *("posemb", "posembed", "wte", "wpe", "codebook"),
+}
+_HEAD_WORDS = {"unembed", "unembedding", "logits", "classifier", "readout"}
+_LAYER_WORDS = {"kernel", "weight", "w", "dense", "linear", "layer", "proj", "projection"}
+
+
+def _kind_by_name(path: str) -> str | None:
+    """What a leaf is by its path, if that is nothing for a matrix method.
+
+    Whole words decide, never parts of words; numbers are left out, so that ``LayerNorm_0``,
+    ``ln_1`` and ``norms/0`` read alike. A wrapper far above the leaf says nothing about it.
+    """
+    names = [part for part in re.split(r"[/.]", path) if _words(part)]
+    parts = [_words(name) for name in names]
+    if not parts:
+        return None
+    last = parts[-1]
+    # "b" is haiku's bias; "lora_b" and the "B" of a state-space model are matrices.
+    if _BIAS_WORDS & set(last) or re.fullmatch(r"b_?\d*", names[-1]):
+        return "a bias"
+    if last[-1] in _SCALE_WORDS:
+        return "a scale"
+    # No norm calls its parameter "kernel": that is a dense layer with "norm" in its name.
+    owner = parts[-2:] if last[-1] != "kernel" else [last]
+    if any(_NORM_WORD.fullmatch(word) for part in owner for word in part):
+        return "a norm"
+    if any(_EMBEDDING_WORDS & set(part) for part in parts[-3:]):
+        return "an embedding"
+    near = range(max(0, len(parts) - 3), len(parts))
+    if any(_is_head(parts[i], parts[i - 1] if i else []) for i in near) or _is_output(parts):
+        return "an output head"
+    return None
+
+
+def _is_head(part: list[str], parent: list[str]) -> bool:
+    """``lm_head`` and ``value_head_proj``, but not ``multi_head``, ``heads``, ``attn/head_0``."""
+    if _HEAD_WORDS & set(part) or part == ["score"]:
+        return True
+    while len(part) > 1 and part[-1] in _LAYER_WORDS:
+        part = part[:-1]
+    before = part[-2:-1] or parent
+    return part[-1] == "head" and not {"multi", "per", "attn", "attention"} & set(before)
+
+
+def _is_output(parts: list[list[str]]) -> bool:
+    """``output/weight`` at the top of the model; deeper down, ``output`` is any layer's."""
+    top = parts[1:] if parts[0] in (["params"], ["model"]) else parts
+    if len(top) != 2:
+        return False
+    return top[0][0] == "output" and set(top[0][1:]) <= _LAYER_WORDS
+
+
+def _words(name: str) -> list[str]:
+    """``"RMSNorm_0"`` -> ``["rms", "norm"]``."""
+    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
+    return [word.lower() for word in re.split(r"[\W\d_]+", spaced) if word]
+
+
+def _readings(leaf: Leaf) -> list[Rule]:
+    """The rules that could be meant for a leaf of rank above 2."""
+    path, rank = glob.escape(leaf.path), len(leaf.shape)
+    attention = [attention_in(path, batch=rank - 3), attention_out(path, batch=rank - 3)]
+    others = [stacked(path), *attention]
+    if rank >= 4:
+        stacked_conv = matrix(path, rows=range(1, rank - 1), cols=(rank - 1,), batch=(0,))
+        others = [stacked_conv, *others]
+    return [*([conv(path)] if leaf.shape[-2] > 1 else []), *others]
+
+
+def _view(rule: Rule, leaf: Leaf) -> MatrixView:
+    assert callable(rule.decide)
+    view = rule.decide(leaf).view
+    assert view is not None
+    return view
+
+
+def _reading_text(rule: Rule, leaf: Leaf) -> str:
+    batch, num_rows, num_cols = _view(rule, leaf).matrix_shape(leaf.shape)
+    return f"{batch} {'matrix' if batch == 1 else 'matrices'} of {num_rows} x {num_cols}"
+
+
+def _matrix_dims(
+    leaf: Leaf,
+    name: str,
+    rows: tuple[int, ...] | None,
+    cols: tuple[int, ...] | None,
+    batch: tuple[int, ...],
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Rows, cols and batch of `matrix`: negative dims counted from the end, defaults filled in."""
+    rank = len(leaf.shape)
+
+    def from_start(dims: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(d + rank if d < 0 else d for d in dims)
+
+    batch = from_start(batch)
+    rows = None if rows is None else from_start(rows)
+    cols = None if cols is None else from_start(cols)
+    if rows is None or cols is None:
+        left = [d for d in range(rank) if d not in batch]
+        wants = "rows= and cols= unless exactly two dims remain beside batch"
+        _need(len(left) == 2, leaf, name, wants, verb="needs")
+        first, last = left
+        if rows is None:
+            rows = (last,) if cols == (first,) else (first,)
+        if cols is None:
+            cols = (first,) if rows == (last,) else (last,)
+    return rows, cols, batch
+
+
+def _attention(kind: str, match: Match, batch: int, num_row_dims: int) -> Rule:
+    if not isinstance(batch, int) or batch < 0:
+        raise ValueError(f"{kind}: batch is the number of leading dims, 0 or more, got {batch!r}")
+    name = _call(kind, match, batch=batch)
+
+    def decide(leaf: Leaf) -> LeafRoute:
+        _need(len(leaf.shape) == batch + 3, leaf, name, f"leaves of rank {batch + 3}")
+        middle = batch + num_row_dims
+        rows, cols = range(batch, middle), range(middle, batch + 3)
+        view = MatrixView(tuple(rows), tuple(cols), tuple(range(batch)))
+        return LeafRoute("matrix", f"rule {name}: attention projection", view)
+
+    return Rule(match, decide, name)
+
+
+def _need(fits: bool, leaf: Leaf, name: str, wants: str, verb: str = "reads") -> None:
+    if not fits:
+        raise ValueError(
+            f"{_text(leaf)}: rule {name} {verb} {wants}; narrow its pattern or put a rule for "
+            f"this leaf first, e.g. {_call('rest', glob.escape(leaf.path))}"
+        )
+
+
+def _ints(key: str, value: Any) -> tuple[int, ...]:
+    ints = tuple(value) if isinstance(value, Iterable) else None
+    if ints is None or not all(isinstance(d, int) for d in ints):
+        raise TypeError(f"{key} must be a sequence of integers such as (0, 1), got {value!r}")
+    return ints
+
+
+def _call(name: str, match: Match, **options: Any) -> str:
+    """The text of a builder call, to paste; options at their defaults are left out."""
+    pattern = repr(match) if isinstance(match, str) else _function_name(match)
+    given = [f"{k}={v!r}" for k, v in options.items() if v not in (None, (), 0, "cols")]
+    return f"{name}({', '.join([pattern, *given])})"
+
+
+def _function_name(function: Any) -> str:
+    return str(getattr(function, "__name__", repr(function)))
+
+
+def _text(leaf: Leaf) -> str:
+    return f"leaf {leaf.path!r} (shape {leaf.shape}, {leaf.dtype})"
+
+
+def _listing(what: str, paths: list[str], limit: int = 5) -> str:
+    if not paths:
+        return ""
+    more = f" and {len(paths) - limit} more" if len(paths) > limit else ""
+    return f"{what} {', '.join(map(repr, paths[:limit]))}{more}; "

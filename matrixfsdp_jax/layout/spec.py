@@ -1,0 +1,165 @@
+"""The words of a layout as plain, hashable data (no jax here).
+
+A *leaf* is one array of the user's tree. A route says what happens to it; a view says
+how it is read as matrices; a plan deals those matrices out to devices.
+
+Shape legend: ``N`` devices on the owner axis, ``W`` waves, ``m <= n`` a stored matrix.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Route = Literal["matrix", "rest", "frozen"]
+Side = Literal["rows", "cols"]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of the user's tree: its path (``"blocks/0/mlp/kernel"``), shape and dtype name."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class MatrixView:
+    """How a leaf is read as a batch of matrices ``[batch, rows, cols]``.
+
+    The three groups of dims, put one after the other, are a permutation of the leaf's dims;
+    each group is flattened in the order given. A flax kernel ``[in, out]`` has
+    ``out_side="cols"``; a torch weight ``[out, in]`` has ``out_side="rows"``.
+    ``splits`` cuts every matrix into blocks of the given sizes along ``split_side`` (fused QKV).
+    """
+
+    row_dims: tuple[int, ...] = (0,)
+    col_dims: tuple[int, ...] = (1,)
+    batch_dims: tuple[int, ...] = ()
+    out_side: Side = "cols"
+    splits: tuple[int, ...] = ()
+    split_side: Side = "cols"
+
+    @property
+    def permutation(self) -> tuple[int, ...]:
+        """The leaf's dims in the order batch, rows, cols."""
+        return self.batch_dims + self.row_dims + self.col_dims
+
+    def matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
+        """``(batch, rows, cols)`` of a leaf of ``shape``, before any split."""
+        batch, rows, cols = (
+            math.prod(shape[d] for d in dims)
+            for dims in (self.batch_dims, self.row_dims, self.col_dims)
+        )
+        return batch, rows, cols
+
+
+@dataclass(frozen=True)
+class LeafRoute:
+    """What the rules decided for a leaf: its route, why, and (for a matrix) how it is read."""
+
+    route: Route
+    reason: str
+    view: MatrixView | None = None
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One matrix of one leaf, as the user holds it (``rows x cols``, not yet oriented).
+
+    ``batch`` is its flat index over the view's batch dims; ``start`` its offset along the
+    view's ``split_side`` (0 where nothing is split). ``leaf`` indexes ``Plan.leaves``.
+    """
+
+    name: str
+    leaf: int
+    batch: int
+    start: int
+    rows: int
+    cols: int
+    fan_in: int
+    fan_out: int
+
+    @property
+    def transposed(self) -> bool:
+        """Whether it is stored transposed (tall matrices are)."""
+        return self.rows > self.cols
+
+
+@dataclass(frozen=True)
+class ShapeClass:
+    """All matrices of one oriented shape and dtype, and the slot ``(device, wave)`` of each.
+
+    ``matrices`` is in forward order and ``slots`` runs parallel to it. The owner stack of the
+    class is ``[N, W, m, n]``; slots that no matrix takes are pads, zero for ever.
+    """
+
+    m: int
+    n: int
+    dtype: str
+    num_devices: int
+    num_waves: int
+    matrices: tuple[Matrix, ...]
+    slots: tuple[tuple[int, int], ...]
+
+    @property
+    def key(self) -> str:
+        """Name of the class and of its stack, ``"256x1024:float32"``."""
+        return f"{self.m}x{self.n}:{self.dtype}"
+
+    @property
+    def stack_shape(self) -> tuple[int, int, int, int]:
+        """``(N, W, m, n)``."""
+        return self.num_devices, self.num_waves, self.m, self.n
+
+    @property
+    def num_pads(self) -> int:
+        """Slots that hold no matrix."""
+        return self.num_devices * self.num_waves - len(self.matrices)
+
+
+@dataclass(frozen=True)
+class LeafPlan:
+    """A leaf with its route; ``shard_dim`` is the dim of a rest or frozen leaf that is sharded.
+
+    ``trainable`` is False for frozen leaves and for leaves that have no gradient (integers).
+    """
+
+    leaf: Leaf
+    route: LeafRoute
+    trainable: bool
+    shard_dim: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Shapes in, layout out: who owns which matrix. Deterministic, hashable, free of jax.
+
+    ``gather_dtype`` None means that parameters are gathered in their own dtype.
+    """
+
+    num_devices: int
+    optimizer: str
+    ns_steps: int
+    leaves: tuple[LeafPlan, ...]
+    classes: tuple[ShapeClass, ...]
+    gather_dtype: str | None = None
+    reduce_dtype: str = "float32"
+
+
+def is_inexact(dtype: str) -> bool:
+    """Whether a dtype name is a float or complex type, that is, whether a leaf has a gradient."""
+    return dtype.startswith(("float", "bfloat", "complex"))
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of one element of a dtype name (``"bfloat16"`` -> 2, ``"float8_e4m3fn"`` -> 1)."""
+    if dtype == "bool":
+        return 1
+    bits = "".join(c for c in dtype.split("_")[0] if c.isdigit())
+    return max(1, int(bits) // 8) if bits else 4

@@ -1,0 +1,351 @@
+"""The ready optimizers: they only assemble transforms, routes and a layout."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from matrixfsdp_jax.layout.rules import route
+from matrixfsdp_jax.layout.spec import Leaf, LeafRoute, Matrix, ShapeClass, is_inexact
+from matrixfsdp_jax.owner.params import OwnerLayout, OwnerParams
+from matrixfsdp_jax.owner.update import global_norm, on_canonical, on_owners
+from matrixfsdp_jax.transforms.muon import (
+    check_number,
+    decay_stacks,
+    orthogonalize_stacks,
+    scale_by_momentum,
+)
+from matrixfsdp_jax.transforms.scaling import scale_fn
+
+PyTree = Any
+ScalarOrSchedule = Any
+Routes = dict[str, tuple[Leaf, LeafRoute]]
+
+
+class RouteState(NamedTuple):
+    """State of an optimizer on owner params: one part for the stacks, one for the rest."""
+
+    matrix: Any
+    rest: Any
+
+
+def muon(
+    learning_rate: ScalarOrSchedule,
+    *,
+    layout: OwnerLayout | None = None,
+    rules: Any = None,
+    momentum: ScalarOrSchedule = 0.95,
+    nesterov: bool = True,
+    ns_steps: int = 5,
+    ns_coefficients: Any = "keller",
+    ns_dtype: Any = None,
+    eps: float = 1e-8,
+    scale: str | Callable[[int, int], float] = "sqrt_max_1_out_in",
+    bias_correction: bool = False,
+    momentum_dtype: Any = None,
+    weight_decay: ScalarOrSchedule = 0.0,
+    weight_decay_mask: Any = None,
+    rest: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Muon: every matrix moves along its orthogonalised momentum, everything else by ``rest``.
+
+    For a matrix ``W`` with gradient ``G`` at step ``t``::
+
+        M <- b M + (1 - b) G
+        O  = NewtonSchulz(b M + (1 - b) G)          (M itself without Nesterov)
+        W <- W - lr_t (scale(fan_in, fan_out) O + weight_decay_t W)
+
+    Args:
+      learning_rate: rate of the matrices, a number or a schedule.
+      layout: an ``OwnerLayout`` (from ``mfsdp.plan``): parameters, gradients and updates are then
+        owner params. None: the user's own tree, on one device.
+      rules: routing for ``layout=None`` (with a layout, give them to ``mfsdp.plan``).
+      momentum: ``b`` in [0, 1), a number or a schedule.
+      nesterov: mix the gradient in once more.
+      ns_steps: Newton-Schulz steps.
+      ns_coefficients: name of a coefficient table, or its rows ``(a, b, c)``.
+      ns_dtype: dtype of the iteration; None is float32 (float64 for float64).
+      eps: added to a matrix's norm after it was scaled to a largest entry in [0.5, 1); > 0.
+      scale: factor on the orthogonal update, by formula: ``"sqrt_max_1_out_in"``
+        (``sqrt(max(1, fan_out / fan_in))``), ``"rms_0.2"`` (``0.2 sqrt(max(fan_out, fan_in))``),
+        ``"sqrt_out_in"``, ``"none"``, or a function of ``(fan_in, fan_out)``. The fans come from
+        the route of each leaf.
+      bias_correction: that of ``optax.contrib.muon``; off, as in Jordan's Muon and in torch.
+      momentum_dtype: None is float32 (float64 for float64).
+      weight_decay: decoupled, multiplied by the learning rate; of the matrices only. A number or
+        a schedule.
+      weight_decay_mask: which matrices decay: a tree (or prefix) of booleans in the user's own
+        structure, or a function from the tree to it.
+      rest: optimizer of every other trainable leaf, with its own rates. Default
+        ``optax.adamw(3e-4)``.
+
+    Returns:
+      An optax transformation. With ``layout=None`` its state mirrors the user's tree; with a
+      layout use ``layout.init``, ``layout.state_shardings``.
+
+    Collectives: none, beyond those of ``rest``.
+    Numerics: momentum and update in float32 (float64 for float64), updates in the gradients'
+    dtype. Pad slots stay exactly zero.
+
+    Raises:
+      ValueError: for an option out of its range.
+      TypeError: if a layout is given and the tree is not owner params of it.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, matrixfsdp_jax as mfsdp
+      >>> params = {"dense": {"kernel": jnp.eye(4, 8), "bias": jnp.zeros(8)}}
+      >>> tx = mfsdp.muon(0.02, rest=optax.adam(1e-3))
+      >>> state = tx.init(params)
+      >>> updates, state = tx.update(params, state, params)
+      >>> updates["dense"]["kernel"].shape
+      (4, 8)
+
+    References:
+      Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
+      Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982, 2025 (``"rms_0.2"``).
+    """
+    check_number("learning_rate", learning_rate, low=0.0)
+    check_number("weight_decay", weight_decay, low=0.0)
+    core = _MuonCore(
+        momentum=dict(
+            momentum=momentum,
+            nesterov=nesterov,
+            bias_correction=bias_correction,
+            momentum_dtype=momentum_dtype,
+        ),
+        newton_schulz=dict(
+            ns_steps=ns_steps, ns_coefficients=ns_coefficients, eps=eps, ns_dtype=ns_dtype
+        ),
+        scale=scale_fn(scale),
+    )
+    rest = optax.adamw(3e-4) if rest is None else rest
+    rate = optax.scale_by_learning_rate(learning_rate)
+    if layout is None:
+        decay = optax.add_decayed_weights(weight_decay, weight_decay_mask)
+        return _route_tree(lambda routes: optax.chain(core.on_tree(routes), decay, rate), rest, rules)
+    _refuse_rules(rules)
+    keep = _decay_tables(layout, weight_decay_mask)
+
+    def matrix(local: Any) -> optax.GradientTransformation:
+        decay = decay_stacks(weight_decay, keep, local)
+        return optax.chain(core.on_stacks(layout.plan.classes, local), decay, rate)
+
+    return _route_owned(on_owners(matrix, layout), rest, layout)
+
+
+def scale_by_muon(
+    *,
+    layout: OwnerLayout | None = None,
+    rules: Any = None,
+    momentum: ScalarOrSchedule = 0.95,
+    nesterov: bool = True,
+    ns_steps: int = 5,
+    ns_coefficients: Any = "keller",
+    ns_dtype: Any = None,
+    eps: float = 1e-8,
+    scale: str | Callable[[int, int], float] = "sqrt_max_1_out_in",
+    bias_correction: bool = False,
+    momentum_dtype: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """The direction of ``muon`` without rate and decay; leaves that are no matrix pass unchanged.
+
+    See ``muon`` for the arguments. Frozen leaves get a zero update.
+    """
+    core = _MuonCore(
+        momentum=dict(
+            momentum=momentum,
+            nesterov=nesterov,
+            bias_correction=bias_correction,
+            momentum_dtype=momentum_dtype,
+        ),
+        newton_schulz=dict(
+            ns_steps=ns_steps, ns_coefficients=ns_coefficients, eps=eps, ns_dtype=ns_dtype
+        ),
+        scale=scale_fn(scale),
+    )
+    if layout is None:
+        return _route_tree(core.on_tree, optax.identity(), rules)
+    _refuse_rules(rules)
+    tx = on_owners(lambda local: core.on_stacks(layout.plan.classes, local), layout)
+    return _route_owned(tx, optax.identity(), layout)
+
+
+def clip_by_global_norm(
+    max_norm: float, *, layout: OwnerLayout | None = None
+) -> optax.GradientTransformation:
+    """Scale all updates down so that their norm over all devices is at most ``max_norm``.
+
+    With a layout it is right on global owner params and inside ``shard_map``, where
+    ``optax.clip_by_global_norm`` would silently take each device's own norm. With ``layout=None``
+    it is that function.
+
+    Collectives: one all-reduce of a scalar.
+    Raises: ValueError if ``max_norm`` is not a positive number.
+    """
+    check_number("max_norm", max_norm, low=0.0, above_low=True)
+    if layout is None:
+        return optax.clip_by_global_norm(max_norm)
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
+        del params
+        _check_owned(layout, updates)
+        norm = global_norm(updates, layout)
+        factor = max_norm / jnp.maximum(norm, max_norm)
+        return jax.tree.map(lambda u: (u * factor).astype(u.dtype), updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+class _MuonCore(NamedTuple):
+    """Momentum and orthogonalisation, for both forms of the parameters."""
+
+    momentum: dict[str, Any]
+    newton_schulz: dict[str, Any]
+    scale: Callable[[int, int], float]
+
+    def _orthogonalize(
+        self, classes: tuple[ShapeClass, ...], local: Any
+    ) -> optax.GradientTransformation:
+        factors = slot_tables(classes, lambda m: self.scale(m.fan_in, m.fan_out))
+        return orthogonalize_stacks(factors, local, **self.newton_schulz)
+
+    def on_stacks(
+        self, classes: tuple[ShapeClass, ...], local: Any
+    ) -> optax.GradientTransformation:
+        return optax.chain(scale_by_momentum(**self.momentum), self._orthogonalize(classes, local))
+
+    def on_tree(self, routes: Routes) -> optax.GradientTransformation:
+        packed = on_canonical(lambda plan, local: self._orthogonalize(plan.classes, local), routes)
+        return optax.chain(scale_by_momentum(**self.momentum), packed)
+
+
+def slot_tables(
+    classes: tuple[ShapeClass, ...], value: Callable[[Matrix], float]
+) -> dict[str, np.ndarray]:
+    """One float32 per slot, ``[N, W]`` per class; 0 in pad slots."""
+    tables = {}
+    for c in classes:
+        table = np.zeros((c.num_devices, c.num_waves), np.float32)
+        for matrix, slot in zip(c.matrices, c.slots, strict=True):
+            table[slot] = value(matrix)
+        tables[c.key] = table
+    return tables
+
+
+def _route_owned(
+    matrix: optax.GradientTransformation,
+    rest: optax.GradientTransformation,
+    layout: OwnerLayout,
+) -> optax.GradientTransformationExtraArgs:
+    """One optimizer for the stacks, one for the rest, on owner params."""
+    matrix, rest = _keep_dtypes(matrix), optax.with_extra_args_support(rest)
+
+    def init(owned: OwnerParams) -> RouteState:
+        _check_owned(layout, owned)
+        return RouteState(matrix.init(owned.stacks), rest.init(owned.rest))
+
+    def update(
+        updates: OwnerParams, state: RouteState, params: Any = None, **extra: Any
+    ) -> tuple[OwnerParams, RouteState]:
+        _check_owned(layout, updates)
+        stacks, rest_params = (None, None)
+        if params is not None:
+            _check_owned(layout, params)
+            stacks, rest_params = params.stacks, params.rest
+        new_stacks, m_state = matrix.update(updates.stacks, state.matrix, stacks, **extra)
+        new_rest, r_state = rest.update(updates.rest, state.rest, rest_params, **extra)
+        return updates._replace(stacks=new_stacks, rest=new_rest), RouteState(m_state, r_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_owned(layout: OwnerLayout, owned: Any) -> None:
+    if not isinstance(owned, OwnerParams):
+        raise TypeError(
+            f"this optimizer was built with layout={layout!r} and updates owner params "
+            f"(layout.shard(params)), but got {type(owned).__name__}. Train with "
+            "mfsdp.train_step, or hold the owner params in a flax TrainState; nnx.Optimizer "
+            "holds a model's own tree, for which use the optimizer without a layout"
+        )
+    expected = layout.specs
+    if set(owned.stacks) != set(expected.stacks) or set(owned.rest) != set(expected.rest):
+        raise ValueError(
+            f"owner params with stacks {sorted(owned.stacks)} and {len(owned.rest)} rest leaves "
+            f"are not those of {layout!r}, with {sorted(expected.stacks)} and "
+            f"{len(expected.rest)}; use the layout that sharded them"
+        )
+
+
+def _route_tree(
+    make_matrix: Callable[[Routes], optax.GradientTransformation],
+    rest: optax.GradientTransformation,
+    rules: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """One optimizer for matrix leaves, one for the rest, none for frozen ones, on any tree."""
+
+    def build(tree: PyTree) -> optax.GradientTransformationExtraArgs:
+        masked = any(
+            isinstance(x, optax.MaskedNode)
+            for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+        )
+        routed = route(tree, rules, allow_unused=masked)
+        labels = [r.route if is_inexact(leaf.dtype) else "frozen" for leaf, r in routed]
+        routes = {leaf.path: (leaf, r) for leaf, r in routed}
+        parts = {
+            "matrix": _keep_dtypes(make_matrix(routes)),
+            "rest": rest,
+            "frozen": optax.set_to_zero(),
+        }
+        return optax.partition(parts, jax.tree.unflatten(jax.tree.structure(tree), labels))
+
+    def init(params: PyTree) -> PyTree:
+        return build(params).init(params)
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        # Shapes alone: one gradient array may well stand at two paths, one parameter may not.
+        shapes = jax.tree.map(lambda u: jax.ShapeDtypeStruct(u.shape, u.dtype), updates)
+        return build(shapes).update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _keep_dtypes(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """``tx`` with its updates cast to the dtype of the gradients."""
+    tx = optax.with_extra_args_support(tx)
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        new, state = tx.update(updates, state, params, **extra)
+        return jax.tree.map(lambda u, g: u.astype(g.dtype), new, updates), state
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def _decay_tables(layout: OwnerLayout, mask: Any) -> dict[str, np.ndarray]:
+    """The weight-decay mask, given in canonical names, as one 0 or 1 per slot."""
+    shapes = [jax.ShapeDtypeStruct(lp.leaf.shape, lp.leaf.dtype) for lp in layout.plan.leaves]
+    tree = jax.tree.unflatten(layout.treedef, shapes)
+    mask = mask(tree) if callable(mask) else True if mask is None else mask
+    try:
+        spread = jax.tree.map(lambda keep, part: jax.tree.map(lambda _: bool(keep), part), mask, tree)
+    except ValueError as error:
+        raise ValueError(
+            "weight_decay_mask is not a prefix of the parameter tree that the layout was planned "
+            f"for ({error}); give booleans in the structure of the parameters, or a function of them"
+        ) from error
+    keep = jax.tree.leaves(spread)
+    return slot_tables(layout.plan.classes, lambda m: float(keep[m.leaf]))
+
+
+def _refuse_rules(rules: Any) -> None:
+    if rules is not None:
+        raise ValueError(
+            "rules= is for layout=None; a layout already has its routes, so give the rules to "
+            "mfsdp.plan(params, mesh, rules=...)"
+        )

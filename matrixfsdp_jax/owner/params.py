@@ -1,0 +1,485 @@
+"""Owner parameters: a plan bound to a mesh, and the moves between canonical and owner form.
+
+Shape legend: ``N`` devices on the owner axis, ``W`` waves, ``m x n`` a stored matrix.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from matrixfsdp_jax.layout import leaves as tree_leaves
+from matrixfsdp_jax.layout import report as layout_report
+from matrixfsdp_jax.layout.packing import build_leaf
+from matrixfsdp_jax.layout.planner import make_plan
+from matrixfsdp_jax.layout.rules import route
+from matrixfsdp_jax.layout.spec import LeafPlan, Matrix, Plan, is_inexact
+from matrixfsdp_jax.owner import collectives, gradients, host
+
+PyTree = Any
+
+
+class OwnerParams(NamedTuple):
+    """Parameters in owner form; gradients, updates and momentum have the same structure.
+
+    stacks: class key -> owner stack ``[N, W, m, n]``, sharded ``P(owner_axis, None, None, None)``.
+    rest: path -> leaf that no matrix method updates, in its own shape.
+    frozen: path -> leaf that nothing updates (frozen or without a gradient). Gradients and
+      updates have ``{}`` here.
+    """
+
+    stacks: dict[str, Any]
+    rest: dict[str, Any]
+    frozen: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class OwnerLayout:
+    """A plan bound to a mesh: what ``mfsdp.plan`` returns.
+
+    Attributes:
+      plan: who owns what, as plain data (``matrixfsdp_jax.layout.spec.Plan``).
+      mesh: the device mesh.
+      owner_axis: the mesh axes over which matrices are dealt out, in order.
+      treedef: structure of the canonical tree.
+    """
+
+    plan: Plan
+    mesh: Mesh
+    owner_axis: tuple[str, ...]
+    treedef: Any
+
+    # ---- what people look at -------------------------------------------------------------------
+
+    def report(self, **options: Any) -> str:
+        """A table of who owns what, for people; see ``layout.report.render`` for the options."""
+        return layout_report.render(self.plan, **options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan and its costs as JSON-ready data."""
+        return layout_report.to_dict(self.plan)
+
+    def plot(self, path: Any) -> None:
+        """Write the ownership picture to ``path``: devices across, waves down."""
+        layout_report.plot(self.plan, path)
+
+    def __repr__(self) -> str:
+        p = self.plan
+        matrices = sum(len(c.matrices) for c in p.classes)
+        return (
+            f"OwnerLayout({matrices} matrices in {len(p.classes)} classes over "
+            f"{p.num_devices} devices of {self.owner_axis}, {len(p.leaves)} leaves)"
+        )
+
+    # ---- shardings -----------------------------------------------------------------------------
+
+    @property
+    def num_devices(self) -> int:
+        """``N``, the number of devices on the owner axis."""
+        return self.plan.num_devices
+
+    @property
+    def axis_entry(self) -> Any:
+        """The owner axis as one ``PartitionSpec`` entry."""
+        return self.owner_axis[0] if len(self.owner_axis) == 1 else self.owner_axis
+
+    @cached_property
+    def specs(self) -> OwnerParams:
+        """``PartitionSpec`` of every owner parameter, written at full rank."""
+        stacks = {c.key: P(self.axis_entry, None, None, None) for c in self.plan.classes}
+        rest, frozen = (
+            {lp.leaf.path: self._leaf_spec(lp) for lp in self._outside(trainable)}
+            for trainable in (True, False)
+        )
+        return OwnerParams(stacks, rest, frozen)
+
+    @cached_property
+    def shardings(self) -> OwnerParams:
+        """``NamedSharding`` of every owner parameter."""
+        return self._named(self.specs)
+
+    @cached_property
+    def abstract(self) -> OwnerParams:
+        """The owner parameters as ``ShapeDtypeStruct`` with their shardings."""
+        stacks = {c.key: (c.stack_shape, c.dtype) for c in self.plan.classes}
+        rest, frozen = (
+            {lp.leaf.path: (lp.leaf.shape, lp.leaf.dtype) for lp in self._outside(trainable)}
+            for trainable in (True, False)
+        )
+        return jax.tree.map(
+            lambda sd, sharding: jax.ShapeDtypeStruct(sd[0], sd[1], sharding=sharding),
+            OwnerParams(stacks, rest, frozen),
+            self.shardings,
+            is_leaf=lambda x: type(x) is tuple,
+        )
+
+    def tree_specs(self, tree: PyTree) -> PyTree:
+        """``PartitionSpec`` of every leaf of an optimizer state (global shapes).
+
+        A leaf found under the key of a stack whose first two dims are that stack's ``[N, W]``
+        belongs to the owners; a leaf found under the path of a rest leaf and of its shape is
+        sharded like it; everything else (counts, hyperparameters) is replicated.
+        """
+        stacks = {c.key: (c.num_devices, c.num_waves) for c in self.plan.classes}
+        rest = {lp.leaf.path: lp for lp in self._outside(True)}
+
+        def spec(keys: tuple[Any, ...], leaf: Any) -> P:
+            for key in reversed(keys):
+                name = key.key if isinstance(key, jtu.DictKey) else None
+                if name in stacks and leaf.shape[:2] == stacks[name]:
+                    return P(self.axis_entry, *[None] * (leaf.ndim - 1))
+                if name in rest and leaf.shape == rest[name].leaf.shape:
+                    return self._leaf_spec(rest[name])
+            return P(*[None] * leaf.ndim)
+
+        return jtu.tree_map_with_path(spec, tree)
+
+    def state_specs(self, tx: optax.GradientTransformation) -> PyTree:
+        """``PartitionSpec`` of every leaf of ``tx``'s state (for your own ``shard_map``)."""
+        return self.tree_specs(self._abstract_state(tx))
+
+    def state_shardings(self, tx: optax.GradientTransformation) -> PyTree:
+        """``NamedSharding`` of every leaf of ``tx``'s state, from shapes alone."""
+        return self._named(self.state_specs(tx))
+
+    # ---- canonical <-> owner -------------------------------------------------------------------
+
+    def shard(self, params: PyTree) -> OwnerParams:
+        """Canonical parameters to owner form, always as copies.
+
+        Args:
+          params: a tree of the planned structure. A leaf is a numpy array, a jax array, or a
+            function of no argument that returns one (called once, so that a large model can be
+            loaded or initialised leaf by leaf).
+
+        Returns:
+          Global arrays with ``layout.shardings``. Donating them later never touches ``params``.
+          Host memory: one shape class at a time; device memory: each device gets its own part.
+
+        Raises:
+          ValueError: if structure, a shape or a dtype differs from the plan, naming the leaf.
+        """
+        return OwnerParams(*host.to_owned(self, self._checked(params)))
+
+    def unshard(self, owned: OwnerParams) -> PyTree:
+        """Owner form back to the canonical tree, bit for bit.
+
+        Returns:
+          A tree of the planned structure. Each leaf is a global array, sharded over the owner
+          axis on its largest dim that divides, else replicated; it shares no memory with
+          ``owned``. Host memory: one leaf at a time.
+        """
+        self.check_owned(owned)
+        return jtu.tree_unflatten(self.treedef, host.to_canonical(self, owned))
+
+    def init(self, tx: optax.GradientTransformation, owned: OwnerParams) -> PyTree:
+        """Optimizer state for owner parameters, born sharded and in memory of its own.
+
+        Frozen leaves get no state.
+        """
+        self.check_owned(owned)
+
+        def init(trainable: OwnerParams) -> PyTree:
+            return jax.tree.map(jnp.copy, tx.init(trainable))
+
+        jitted = jax.jit(init, out_shardings=self.state_shardings(tx))
+        return jitted(self.trainable(owned))
+
+    def trainable(self, owned: OwnerParams) -> OwnerParams:
+        """What the optimizer sees: ``owned`` without its frozen leaves."""
+        return owned._replace(frozen={})
+
+    def apply_updates(self, owned: OwnerParams, updates: OwnerParams) -> OwnerParams:
+        """``optax.apply_updates`` that leaves frozen leaves as they are."""
+        new: OwnerParams = optax.apply_updates(self.trainable(owned), self.trainable(updates))
+        return new._replace(frozen=owned.frozen)
+
+    # ---- inside the model ----------------------------------------------------------------------
+
+    def gather(self, owned: OwnerParams, dtype: Any = None) -> PyTree:
+        """Whole canonical parameters on every device, inside ``shard_map`` over the owner axis.
+
+        Args:
+          owned: local owner parameters (stacks ``[1, W, m, n]``).
+          dtype: dtype of the floating leaves; default the plan's ``gather_dtype``, else their own.
+
+        Returns:
+          The canonical tree, each matrix in its own orientation and shape.
+
+        Collectives: one all-gather per wave and per sharded rest leaf, in ``dtype``. In reverse
+        mode one reduce-scatter for each, in ``reduce_dtype``, and one all-reduce for the
+        replicated rest.
+        """
+        if not collectives.manual_over(self.owner_axis):
+            raise ValueError(
+                f"layout.gather moves data over the mesh axes {self.owner_axis} and so runs "
+                "inside jax.shard_map over them; use layout.value_and_grad or mfsdp.train_step, "
+                "or layout.unshard for the canonical parameters outside"
+            )
+        self.check_owned(owned, local=True)
+        with jax.named_scope("mfsdp.gather"):
+            waves = {
+                c.key: collectives.gather_waves(
+                    owned.stacks[c.key],
+                    self.owner_axis,
+                    gather_dtype=self._gather_dtype(c.dtype, dtype),
+                    reduce_dtype=self.plan.reduce_dtype,
+                )
+                for c in self.plan.classes
+            }
+            outside = self._gather_outside(owned.rest, True, dtype)
+            outside |= self._gather_outside(owned.frozen, False, dtype)
+        full = [
+            outside[lp.leaf.path]
+            if lp.leaf.path in outside
+            else build_leaf(
+                [waves[key][w][d] for key, d, w, _ in slots],
+                [matrix for *_, matrix in slots],
+                lp.route.view,  # type: ignore[arg-type]
+                lp.leaf.shape,
+                jnp,
+            )
+            for lp, slots in zip(self.plan.leaves, self.leaf_slots, strict=True)
+        ]
+        return jtu.tree_unflatten(self.treedef, full)
+
+    def value_and_grad(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable:
+        """The mean loss over all devices and its gradient, reduced to the owners.
+
+        Args:
+          loss_fn: ``loss_fn(params, batch)`` or ``loss_fn(params, batch, key)`` on canonical
+            params and the local part of the batch. Returns a scalar (the mean over the local
+            batch) or ``(sum, count)`` for a weighted mean over the global batch; with ``has_aux``
+            a pair of that and a tree of arrays.
+          has_aux: whether ``loss_fn`` returns ``(loss, aux)``; ``aux`` is averaged over devices.
+
+        Returns:
+          ``fn(owned, batch, key=None) -> (loss, gradients)``, or ``((loss, aux), gradients)``.
+          Works under plain ``jit`` on global arrays (the batch is split on dim 0) and inside
+          ``shard_map`` on local ones. ``key`` is folded with the device index.
+        """
+        return gradients.value_and_grad(self, loss_fn, has_aux)
+
+    # ---- own parts -----------------------------------------------------------------------------
+
+    @cached_property
+    def leaf_slots(self) -> list[list[tuple[str, int, int, Matrix]]]:
+        """Per leaf ``(class key, device, wave, matrix)`` of its matrices, by batch and block."""
+        slots: list[list[tuple[str, int, int, Matrix]]] = [[] for _ in self.plan.leaves]
+        for c in self.plan.classes:
+            for matrix, (device, wave) in zip(c.matrices, c.slots, strict=True):
+                slots[matrix.leaf].append((c.key, device, wave, matrix))
+        for own in slots:
+            own.sort(key=lambda s: (s[3].batch, s[3].start))
+        return slots
+
+    def _outside(self, trainable: bool) -> list[LeafPlan]:
+        """Leaves that are in no stack: the rest (trainable) or the frozen ones."""
+        return [
+            lp
+            for lp in self.plan.leaves
+            if lp.route.route != "matrix" and lp.trainable == trainable
+        ]
+
+    def _leaf_spec(self, lp: LeafPlan) -> P:
+        entries: list[Any] = [None] * len(lp.leaf.shape)
+        if lp.shard_dim is not None:
+            entries[lp.shard_dim] = self.axis_entry
+        return P(*entries)
+
+    def _named(self, specs: PyTree) -> PyTree:
+        return jax.tree.map(
+            lambda s: NamedSharding(self.mesh, s), specs, is_leaf=lambda x: isinstance(x, P)
+        )
+
+    def _abstract_state(self, tx: optax.GradientTransformation) -> PyTree:
+        return jax.eval_shape(tx.init, self.trainable(self.abstract))
+
+    def _gather_dtype(self, own: str, dtype: Any) -> Any:
+        if not is_inexact(own):
+            return own
+        return dtype or self.plan.gather_dtype or own
+
+    def _gather_outside(
+        self, values: dict[str, jax.Array], trainable: bool, dtype: Any
+    ) -> dict[str, jax.Array]:
+        reduce_dtype = self.plan.reduce_dtype
+        whole: dict[str, jax.Array] = {}
+        replicated: list[LeafPlan] = []
+        for lp in self._outside(trainable):
+            if lp.shard_dim is None:
+                replicated.append(lp)
+                continue
+            whole[lp.leaf.path] = collectives.gather_dim(
+                values[lp.leaf.path],
+                lp.shard_dim,
+                self.owner_axis,
+                gather_dtype=self._gather_dtype(lp.leaf.dtype, dtype),
+                reduce_dtype=reduce_dtype,
+            )
+        paths = [lp.leaf.path for lp in replicated]
+        shared = collectives.share(
+            [values[p] for p in paths],
+            self.owner_axis,
+            gather_dtypes=[self._gather_dtype(lp.leaf.dtype, dtype) for lp in replicated],
+            reduce_dtype=reduce_dtype,
+        )
+        return whole | dict(zip(paths, shared, strict=True))
+
+    def _checked(self, params: PyTree) -> list[Any]:
+        """The leaves of ``params`` after checking paths, shapes and dtypes against the plan."""
+        paths, values, _ = tree_leaves.flatten(params)
+        planned = [lp.leaf for lp in self.plan.leaves]
+        if set(paths) != {leaf.path for leaf in planned} or len(paths) != len(planned):
+            missing = sorted({leaf.path for leaf in planned} - set(paths))
+            extra = sorted(set(paths) - {leaf.path for leaf in planned})
+            raise ValueError(
+                "the tree differs from the one this layout was planned for: "
+                f"missing {missing[:5] or 'nothing'}, not planned {extra[:5] or 'nothing'}; "
+                "plan again with this tree, or pass the tree that was planned"
+            )
+        by_path = dict(zip(paths, values, strict=True))
+        for leaf in planned:
+            value = by_path[leaf.path]
+            if not callable(value):
+                host.check_leaf(leaf, value)
+        return [by_path[leaf.path] for leaf in planned]
+
+    def check_owned(self, owned: Any, *, local: bool = False) -> None:
+        """Refuse what is not owner params of this layout (``local``: one device's part).
+
+        Raises:
+          TypeError: if it is not an ``OwnerParams``.
+          ValueError: if its leaves, shapes or dtypes are not those of the layout.
+        """
+        if not isinstance(owned, OwnerParams):
+            raise TypeError(
+                f"expected owner params of {self!r}, got {type(owned).__name__}; "
+                "convert canonical parameters with layout.shard(params)"
+            )
+        expected = self.abstract
+        if jax.tree.structure(owned) != jax.tree.structure(expected):
+            raise ValueError(
+                f"owner params with stacks {sorted(owned.stacks)}, {len(owned.rest)} rest and "
+                f"{len(owned.frozen)} frozen leaves do not belong to this layout, which has "
+                f"{sorted(expected.stacks)}, {len(expected.rest)} and {len(expected.frozen)}; "
+                "use the layout that sharded them"
+            )
+        for c in self.plan.classes:
+            shape = (1, *c.stack_shape[1:]) if local else c.stack_shape
+            got = owned.stacks[c.key]
+            if tuple(got.shape) != shape or got.dtype != jnp.dtype(c.dtype):
+                raise ValueError(
+                    f"stack {c.key!r} is {got.dtype}{list(got.shape)}, this layout expects "
+                    f"{c.dtype}{list(shape)}; use the layout that sharded it"
+                )
+
+
+def plan(
+    params: PyTree,
+    mesh: Mesh,
+    *,
+    owner_axis: str | Sequence[str] = "fsdp",
+    optimizer: str = "muon",
+    rules: Any = None,
+    order: Sequence[str] | Callable[[str], Any] | None = None,
+    ns_steps: int = 5,
+    gather_dtype: Any = None,
+    reduce_dtype: Any = "float32",
+    rest_shard_min_size: int = 0,
+) -> OwnerLayout:
+    """Deal the matrices of a parameter tree out to the devices of a mesh.
+
+    Nothing runs on a device: shapes are enough.
+
+    Args:
+      params: the canonical tree, of arrays or ``jax.ShapeDtypeStruct``.
+      mesh: from ``jax.make_mesh``; Auto and Explicit axes both work.
+      owner_axis: the mesh axis (or axes) over which matrices are dealt out. Every other axis of
+        the mesh must have size 1.
+      optimizer: what a slot costs in the report: ``"muon"``, ``"adamw"`` or ``"sgd"``.
+      rules: which leaf is a matrix and how it is read; see ``mfsdp.rules``. Default
+        ``mfsdp.default_rules()``.
+      order: forward order of the leaves, as a list of paths or a sort key on paths; default the
+        natural sort of the paths. Matrices that are near in it share a wave.
+      ns_steps: Newton-Schulz steps, for the FLOPs in the report.
+      gather_dtype: dtype in which parameters are gathered for the model; None keeps their own.
+      reduce_dtype: dtype in which gradients are summed over devices.
+      rest_shard_min_size: rest leaves with fewer elements stay replicated.
+
+    Raises:
+      ValueError: for an unknown axis or option, an empty tree, tied weights, or a leaf that no
+        rule reads. The message names the leaf or the argument and says what to do.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, matrixfsdp_jax as mfsdp
+      >>> mesh = jax.make_mesh((1,), ("fsdp",))
+      >>> layout = mfsdp.plan({"w": jnp.ones((4, 8)), "b": jnp.ones(8)}, mesh)
+      >>> layout
+      OwnerLayout(1 matrices in 1 classes over 1 devices of ('fsdp',), 2 leaves)
+    """
+    axes = _checked_axes(mesh, owner_axis)
+    num_devices = 1
+    for axis in axes:
+        num_devices *= mesh.shape[axis]
+    routed = route(params, rules)
+    _check_x64(routed)
+    bound = make_plan(
+        routed,
+        num_devices,
+        optimizer=optimizer,
+        ns_steps=ns_steps,
+        order=order,
+        gather_dtype=None if gather_dtype is None else _dtype_name("gather_dtype", gather_dtype),
+        reduce_dtype=_dtype_name("reduce_dtype", reduce_dtype),
+        rest_shard_min_size=rest_shard_min_size,
+    )
+    return OwnerLayout(bound, mesh, axes, jax.tree.structure(params))
+
+
+def _checked_axes(mesh: Mesh, owner_axis: str | Sequence[str]) -> tuple[str, ...]:
+    if not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"mesh is a {type(mesh).__name__}; give a jax.sharding.Mesh, for example "
+            'jax.make_mesh((jax.device_count(),), ("fsdp",))'
+        )
+    axes = (owner_axis,) if isinstance(owner_axis, str) else tuple(owner_axis)
+    sizes = dict(mesh.shape)
+    unknown = [a for a in axes if a not in sizes]
+    if not axes or unknown or len(set(axes)) != len(axes):
+        raise ValueError(
+            f"owner_axis={owner_axis!r} does not name axes of the mesh, which has {sizes}; "
+            "give one of them, or several as a tuple"
+        )
+    left = {a: s for a, s in sizes.items() if a not in axes and s > 1}
+    if left:
+        raise ValueError(
+            f"mesh axes {left} are not owner axes, and owner storage does not replicate over "
+            f"them; deal the matrices out over all: owner_axis={tuple(sizes)!r}"
+        )
+    return axes
+
+
+def _dtype_name(argument: str, dtype: Any) -> str:
+    try:
+        return jnp.dtype(dtype).name
+    except TypeError as error:
+        raise ValueError(f"{argument}={dtype!r} is not a dtype; give one like 'bfloat16'") from error
+
+
+def _check_x64(routed: Sequence[tuple[Any, Any]]) -> None:
+    if jax.config.jax_enable_x64:
+        return
+    for leaf, _ in routed:
+        if leaf.dtype in ("float64", "int64", "uint64", "complex128"):
+            raise ValueError(
+                f"leaf {leaf.path!r} is {leaf.dtype}, which JAX would cut to 32 bits; cast it "
+                "first, or enable 64 bits (jax.enable_x64)"
+            )

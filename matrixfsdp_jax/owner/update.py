@@ -1,0 +1,142 @@
+"""The single place that lifts a transform onto devices.
+
+A *stack transform* is an optax transformation over ``{class key: [N, W, m, n]}``, written with no
+mesh in mind. It is given as ``make(local)``: ``local(table)`` is the part of a constant
+``[N, W]`` table (one number per slot) that belongs to the stacks at hand.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import optax
+from jax.sharding import PartitionSpec as P
+
+from matrixfsdp_jax.layout import leaves as tree_leaves
+from matrixfsdp_jax.layout.packing import build_leaf, take_matrix
+from matrixfsdp_jax.layout.planner import make_plan
+from matrixfsdp_jax.layout.spec import Leaf, LeafRoute, Plan
+from matrixfsdp_jax.owner import collectives
+from matrixfsdp_jax.owner.params import OwnerLayout, OwnerParams
+
+PyTree = Any
+Local = Callable[[Any], jax.Array]
+MakeStackTransform = Callable[[Local], optax.GradientTransformation]
+
+
+def on_owners(
+    make: MakeStackTransform, layout: OwnerLayout
+) -> optax.GradientTransformationExtraArgs:
+    """A stack transform run by the owners, each on its own matrices.
+
+    Works on global stacks (it then runs under ``jax.shard_map``, so nothing is left to the
+    partitioner) and on local ones inside a ``shard_map`` over the owner axis (never nested).
+    Extra arguments are replicated.
+
+    Collectives: none but those of the transform itself.
+    """
+    axis = layout.owner_axis
+    tx = optax.with_extra_args_support(make(lambda table: collectives.local_slots(table, axis)))
+
+    def lift(fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        if collectives.manual_over(axis):
+            return fn
+        return jax.shard_map(fn, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs)
+
+    def init(stacks: PyTree) -> PyTree:
+        if collectives.manual_over(axis):
+            return tx.init(stacks)
+        specs = layout.tree_specs(jax.eval_shape(tx.init, stacks))
+        return lift(tx.init, (layout.specs.stacks,), specs)(stacks)
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        specs, state_specs = layout.specs.stacks, layout.tree_specs(state)
+
+        def run(updates: PyTree, state: PyTree, params: PyTree, extra: PyTree) -> Any:
+            return tx.update(updates, state, params, **extra)
+
+        lifted = lift(
+            run,
+            (specs, state_specs, None if params is None else specs, P()),
+            (specs, state_specs),
+        )
+        return lifted(updates, state, params, extra)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def on_canonical(
+    make: Callable[[Plan, Local], optax.GradientTransformation],
+    routes: dict[str, tuple[Leaf, LeafRoute]],
+) -> optax.GradientTransformation:
+    """A *stateless* stack transform on a canonical tree of matrix leaves, on one device.
+
+    The leaves are packed into one stack per shape class, updated, and unpacked again.
+    """
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
+        del params
+        paths, values, treedef = tree_leaves.flatten(updates)
+        if not values:
+            return updates, state
+        plan = make_plan([routes[p] for p in paths], 1)
+        stacks = {
+            c.key: jnp.stack(
+                [
+                    take_matrix(values[m.leaf], plan.leaves[m.leaf].route.view, m)  # type: ignore[arg-type]
+                    for m in c.matrices
+                ]
+            )[None]
+            for c in plan.classes
+        }
+        stacks, _ = make(plan, jnp.asarray).update(stacks, optax.EmptyState())
+        pieces: list[list[Any]] = [[] for _ in values]
+        for c in plan.classes:
+            for m, (_, wave) in zip(c.matrices, c.slots, strict=True):
+                pieces[m.leaf].append((m, stacks[c.key][0, wave]))
+        out = []
+        for value, lp, own in zip(values, plan.leaves, pieces, strict=True):
+            own.sort(key=lambda piece: (piece[0].batch, piece[0].start))
+            matrices, stored = zip(*own, strict=True)
+            view = lp.route.view
+            assert view is not None  # matrix leaves have a view
+            out.append(build_leaf(stored, matrices, view, value.shape, jnp))
+        return jtu.tree_unflatten(treedef, out), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def global_norm(tree: OwnerParams, layout: OwnerLayout) -> jax.Array:
+    """Euclidean norm of owner params, gradients or updates over all devices.
+
+    Replicated leaves count once and frozen leaves not at all. Float32 (float64 for float64).
+    Works on global arrays and inside ``shard_map``.
+
+    Collectives: one all-reduce of a scalar.
+    """
+    axis = layout.owner_axis
+    specs = layout.trainable(layout.specs)
+
+    def norm(tree: OwnerParams) -> jax.Array:
+        flat = jax.tree.leaves(tree)
+        flat_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
+        zero = jnp.zeros((), jnp.float32)
+        split = sum((_sum_squares(x) for x, s in zip(flat, flat_specs, strict=True) if any(s)), zero)
+        whole = sum(
+            (_sum_squares(x) for x, s in zip(flat, flat_specs, strict=True) if not any(s)), zero
+        )
+        return jnp.sqrt(collectives.sum_over(split, axis) + whole)
+
+    tree = layout.trainable(tree)
+    if collectives.manual_over(axis):
+        return norm(tree)
+    return jax.shard_map(norm, mesh=layout.mesh, in_specs=(specs,), out_specs=P())(tree)
+
+
+def _sum_squares(x: jax.Array) -> jax.Array:
+    x = x.astype(jnp.promote_types(jnp.float32, x.dtype))
+    return jnp.sum(jnp.real(x * jnp.conj(x)))

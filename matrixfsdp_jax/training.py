@@ -1,0 +1,332 @@
+"""Train and eval steps: gather, differentiate, reduce to the owners, update.
+
+The loss and its gradient run under ``jax.shard_map`` over the owner axis; the optimizer then runs
+on global owner params in the same jitted program, so that any optax transformation means what it
+means on one device (matrix optimizers of this package enter ``shard_map`` by themselves).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from matrixfsdp_jax.owner import collectives, gradients
+from matrixfsdp_jax.owner.params import OwnerLayout, OwnerParams
+from matrixfsdp_jax.owner.update import global_norm
+
+PyTree = Any
+
+_REDUCTIONS = {
+    "mean": collectives.mean_over,
+    "sum": collectives.sum_over,
+    "max": collectives.max_over,
+}
+
+
+class TrainStep:
+    """A compiled training step; made by ``train_step``.
+
+    ``step(owned, state, batch, key=None, model_state=None)`` returns ``(owned, state, metrics)``,
+    or ``(owned, state, model_state, metrics)`` if a ``model_state_reduction`` was given.
+    """
+
+    def __init__(self, jitted: Any, prepare: Callable[..., tuple[Any, ...]]) -> None:
+        self._jitted = jitted
+        self._prepare = prepare
+
+    def __call__(
+        self,
+        owned: OwnerParams,
+        state: PyTree,
+        batch: PyTree,
+        *,
+        key: jax.Array | None = None,
+        model_state: PyTree = None,
+    ) -> tuple[Any, ...]:
+        return self._jitted(*self._prepare(owned, state, batch, key, model_state))
+
+    def lower(
+        self,
+        owned: OwnerParams,
+        state: PyTree,
+        batch: PyTree,
+        *,
+        key: jax.Array | None = None,
+        model_state: PyTree = None,
+    ) -> jax.stages.Lowered:
+        """The lowered step, for ``mfsdp.audit`` and ahead-of-time compilation."""
+        return self._jitted.lower(*self._prepare(owned, state, batch, key, model_state))
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    layout: OwnerLayout,
+    *,
+    has_aux: bool = False,
+    accumulate: int = 1,
+    model_state_reduction: Any = None,
+    donate: bool = True,
+) -> TrainStep:
+    """One jitted, donated training step on owner params.
+
+    Args:
+      loss_fn: ``loss_fn(params, batch)``, or ``loss_fn(params, batch, key)`` if the step is called
+        with a key; plus ``model_state=`` if a reduction for it is declared. ``params`` is the
+        canonical tree, ``batch`` this device's part. Returns the mean loss over that part, or
+        ``(sum, count)`` for a mean weighted over the whole global batch (tokens). With
+        ``has_aux`` it returns ``(loss, aux)``; with a model state ``(loss, new_model_state)``; with
+        both ``(loss, (new_model_state, aux))``.
+      tx: any optax transformation on owner params.
+      layout: from ``mfsdp.plan``.
+      has_aux: whether the loss function returns ``aux``, a tree of arrays; its mean over devices
+        and micro-batches (each with equal weight) is in ``metrics["aux"]``.
+      accumulate: number of micro-batches that each device makes of its part. Gradients are reduced
+        to the owners per micro-batch and summed there in float32; the optimizer runs once.
+      model_state_reduction: ``"mean"``, ``"sum"`` or ``"max"`` over devices for state that the
+        forward pass changes (batch norm), or a tree (prefix) of them. Each device carries its own
+        through its micro-batches; the reduction makes them one again.
+      donate: give the buffers of ``owned``, ``state`` and ``model_state`` to the outputs.
+
+    Returns:
+      A ``TrainStep``. ``metrics`` holds float32 scalars ``loss`` (mean over the global batch),
+      ``grad_norm`` and ``update_norm`` (over all devices), and ``aux``.
+      The loss is also handed to ``tx.update`` as the extra argument ``value``.
+
+    Collectives: those of ``layout.gather``, forward and backward, per micro-batch; one scalar
+    all-reduce each for the loss, its token count, and the two norms; those of ``tx`` (none for
+    matrices); one all-reduce for the aux and one for the model state.
+
+    Raises:
+      ValueError: before any device work, if ``accumulate`` is not a positive integer, the batch
+        does not divide, the reduction is unknown, or the params are not of this layout.
+    """
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"accumulate={accumulate!r} must be a positive integer")
+    _check_reduction(model_state_reduction)
+    tx = optax.with_extra_args_support(tx)
+    state_shardings = layout.state_shardings(tx)
+    has_model_state = model_state_reduction is not None
+    local = _local_step(loss_fn, layout, has_aux, accumulate, model_state_reduction)
+
+    def step(
+        owned: OwnerParams, state: PyTree, batch: PyTree, key: Any, model_state: PyTree
+    ) -> tuple[Any, ...]:
+        specs = gradients.batch_specs(layout, batch, accumulate)
+        mapped = jax.shard_map(
+            local,
+            mesh=layout.mesh,
+            in_specs=(layout.specs, specs, P(), P()),
+            out_specs=(P(), layout.trainable(layout.specs), P(), P()),
+        )
+        loss, grads, aux, model_state = mapped(owned, batch, key, model_state)
+        with jax.named_scope("mfsdp.optimizer"):
+            updates, state = tx.update(grads, state, layout.trainable(owned), value=loss)
+            owned = layout.apply_updates(owned, updates)
+        with jax.named_scope("mfsdp.metrics"):
+            metrics = {
+                "loss": loss,
+                "grad_norm": global_norm(grads, layout),
+                "update_norm": global_norm(updates, layout),
+            }
+        if has_aux:
+            metrics["aux"] = aux
+        return (owned, state, *((model_state,) if has_model_state else ()), metrics)
+
+    replicated = NamedSharding(layout.mesh, P())
+    out = (layout.shardings, state_shardings, *((replicated,) if has_model_state else ()))
+    jitted = jax.jit(
+        step,
+        out_shardings=(*out, replicated),
+        donate_argnums=((0, 1, 4) if has_model_state else (0, 1)) if donate else (),
+    )
+
+    def prepare(
+        owned: OwnerParams, state: PyTree, batch: PyTree, key: Any, model_state: PyTree
+    ) -> tuple[Any, ...]:
+        layout.check_owned(owned)
+        if (model_state is not None) != has_model_state:
+            raise ValueError(
+                "model_state= goes with train_step(..., model_state_reduction=...): got "
+                f"model_state {'with' if model_state is not None else 'missing, with'} "
+                f"model_state_reduction={model_state_reduction!r}"
+            )
+        gradients.batch_specs(layout, batch, accumulate)
+        return owned, state, shard_batch(layout, batch), key, model_state
+
+    return TrainStep(jitted, prepare)
+
+
+def eval_step(fn: Callable[..., Any], layout: OwnerLayout) -> Callable[..., Any]:
+    """A jitted evaluation on owner params; needs no optimizer.
+
+    Args:
+      fn: ``fn(params, batch, *args)`` on canonical params and this device's part of the batch.
+        Returns a scalar, a pair ``(sum, count)``, or a dict (any nesting) of those.
+      layout: from ``mfsdp.plan``.
+
+    Returns:
+      ``eval(owned, batch, *args)`` with the same tree of float32 means over the global batch
+      (weighted ones for pairs). ``args`` (a key, model state) are the same on every device.
+
+    Collectives: one all-gather per wave and per sharded rest leaf, one scalar all-reduce per value.
+    """
+
+    def local(owned: OwnerParams, batch: PyTree, args: tuple[Any, ...]) -> PyTree:
+        out = fn(layout.gather(owned), batch, *args)
+        return jax.tree.map(
+            lambda v: gradients.global_mean(v, layout.owner_axis)[0],
+            out,
+            is_leaf=lambda v: isinstance(v, tuple),
+        )
+
+    @jax.jit
+    def run(owned: OwnerParams, batch: PyTree, args: tuple[Any, ...]) -> PyTree:
+        specs = gradients.batch_specs(layout, batch)
+        mapped = jax.shard_map(
+            local, mesh=layout.mesh, in_specs=(layout.specs, specs, P()), out_specs=P()
+        )
+        return mapped(owned, batch, args)
+
+    def evaluate(owned: OwnerParams, batch: PyTree, *args: Any) -> PyTree:
+        layout.check_owned(owned)
+        gradients.batch_specs(layout, batch)
+        return run(owned, shard_batch(layout, batch), args)
+
+    return evaluate
+
+
+def shard_batch(layout: OwnerLayout, batch: PyTree) -> PyTree:
+    """Put a batch on the devices, split on dim 0 over the owner axis.
+
+    Args:
+      batch: a tree of arrays. Numpy leaves are this process's own examples (on one process, the
+        whole global batch); jax arrays are global already and pass unchanged.
+    """
+
+    def put(x: Any) -> jax.Array:
+        if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+            return x
+        x = np.asarray(x)
+        spec = P(layout.axis_entry, *[None] * (x.ndim - 1))
+        return jax.make_array_from_process_local_data(NamedSharding(layout.mesh, spec), x)
+
+    return jax.tree.map(put, batch)
+
+
+def _local_step(
+    loss_fn: Callable[..., Any],
+    layout: OwnerLayout,
+    has_aux: bool,
+    accumulate: int,
+    reduction: Any,
+) -> Callable[..., Any]:
+    """Loss, gradients, aux and model state of one step, inside ``shard_map``."""
+    axis = layout.owner_axis
+    has_state = reduction is not None
+
+    def micro(
+        owned: OwnerParams, batch: PyTree, key: Any, model_state: PyTree
+    ) -> tuple[gradients.LocalResult, PyTree]:
+        def loss(params: PyTree) -> Any:
+            keys = () if key is None else (key,)
+            states = {"model_state": model_state} if has_state else {}
+            return loss_fn(params, batch, *keys, **states)
+
+        result = gradients.local_value_and_grad(layout, loss, owned, has_aux or has_state)
+        if not has_state:
+            return result, None
+        new_state, aux = gradients.split_aux(result.aux, True) if has_aux else (result.aux, None)
+        return result._replace(aux=aux), _varying(new_state, axis)
+
+    def local(owned: OwnerParams, batch: PyTree, key: Any, model_state: PyTree) -> tuple[Any, ...]:
+        key = gradients.local_key(key, axis)
+        model_state = _varying(model_state, axis)
+        if accumulate == 1:
+            result, model_state = micro(owned, batch, key, model_state)
+            loss, grads, aux = result.loss, result.gradients, result.aux
+        else:
+            loss, grads, aux, model_state = _accumulate(
+                micro, layout, owned, batch, key, model_state, accumulate
+            )
+        if has_aux:
+            aux = collectives.mean_over(aux, axis)
+        if has_state:
+            model_state = _reduce_state(model_state, reduction, axis)
+        return loss, grads, aux, model_state
+
+    return local
+
+
+def _accumulate(
+    micro: Callable[..., Any],
+    layout: OwnerLayout,
+    owned: OwnerParams,
+    batch: PyTree,
+    key: Any,
+    model_state: PyTree,
+    parts: int,
+) -> tuple[Any, ...]:
+    """Weighted mean over micro-batches, gradients summed on the owners in float32."""
+
+    def one(model_state: PyTree, xs: tuple[jax.Array, PyTree]) -> tuple[Any, Any]:
+        index, part = xs
+        folded = None if key is None else jax.random.fold_in(key, index)
+        return micro(owned, part, folded, model_state)
+
+    split = jax.tree.map(lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), batch)
+    indices = jnp.arange(parts)
+    first = (indices[0], jax.tree.map(lambda x: x[0], split))
+    shapes = jax.eval_shape(one, model_state, first)[0]
+    zeros = jax.tree.map(
+        lambda p: collectives.varying(
+            jnp.zeros(p.shape, jnp.promote_types(jnp.float32, p.dtype)),
+            tuple(a for a in layout.owner_axis if a in collectives.varying_axes(p)),
+        ),
+        layout.trainable(owned),
+    )
+    scalar = jnp.zeros((), shapes.loss.dtype)
+
+    def body(carry: tuple[Any, ...], xs: Any) -> tuple[Any, PyTree]:
+        total, weight, grads, model_state = carry
+        result, model_state = one(model_state, xs)
+        grads = jax.tree.map(lambda a, g: a + g * result.count, grads, result.gradients)
+        carry = (total + result.loss * result.count, weight + result.count, grads, model_state)
+        return carry, result.aux
+
+    carry = (scalar, scalar, zeros, model_state)
+    (total, weight, grads, model_state), aux = jax.lax.scan(body, carry, (indices, split))
+    weight = jnp.where(weight == 0, 1, weight)
+    grads = jax.tree.map(lambda g, p: (g / weight).astype(p.dtype), grads, layout.trainable(owned))
+    return total / weight, grads, jax.tree.map(lambda a: jnp.mean(a, axis=0), aux), model_state
+
+
+def _varying(tree: PyTree, axis: collectives.Axis) -> PyTree:
+    return jax.tree.map(lambda x: collectives.varying(jnp.asarray(x), axis), tree)
+
+
+def _check_reduction(reduction: Any) -> None:
+    for name in jax.tree.leaves(reduction):
+        if name not in _REDUCTIONS:
+            raise ValueError(
+                f"model_state_reduction {name!r} is unknown; give one of {sorted(_REDUCTIONS)}"
+            )
+
+
+def _reduce_state(model_state: PyTree, reduction: Any, axis: collectives.Axis) -> PyTree:
+    def reduce(name: str, part: PyTree) -> PyTree:
+        for keys, x in jtu.tree_leaves_with_path(part):
+            if name == "mean" and not jnp.issubdtype(x.dtype, jnp.inexact):
+                raise ValueError(
+                    f"model state {jtu.keystr(keys)} is {x.dtype} and has no mean; declare "
+                    '"max" or "sum" for it: model_state_reduction takes a tree'
+                )
+        return _REDUCTIONS[name](part, axis)
+
+    return jax.tree.map(reduce, reduction, model_state)

@@ -1,0 +1,175 @@
+"""Muon as two pure transforms: momentum, and the orthogonalisation of stacks of matrices.
+
+Neither knows a mesh. Momentum is elementwise and works on any tree; the orthogonalisation works
+on ``{class key: [..., W, m, n]}``.
+
+Reference: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from matrixfsdp_jax.linalg.coefficients import newton_schulz_table
+from matrixfsdp_jax.linalg.orthogonalize import orthogonalize
+
+PyTree = Any
+ScalarOrSchedule = Any
+
+
+class MuonState(NamedTuple):
+    """State of ``scale_by_momentum``.
+
+    count: number of updates made, int32.
+    mu: exponential average of the gradients, in the structure of the updates.
+    """
+
+    count: jax.Array
+    mu: PyTree
+
+
+def scale_by_momentum(
+    momentum: ScalarOrSchedule = 0.95,
+    *,
+    nesterov: bool = True,
+    bias_correction: bool = False,
+    momentum_dtype: Any = None,
+) -> optax.GradientTransformation:
+    """Muon's momentum: ``m <- b m + (1 - b) g``, output ``b m + (1 - b) g`` (Nesterov) or ``m``.
+
+    Args:
+      momentum: ``b`` in [0, 1), or a schedule of the number of updates already made.
+      nesterov: whether the gradient is mixed in once more.
+      bias_correction: divide as ``optax.contrib.muon`` does: at update ``t`` (from 1) the
+        averaged part by ``1 - b**(t+1)`` under Nesterov (``1 - b**t`` without) and the gradient
+        part by ``1 - b**t``. Not available with a schedule.
+      momentum_dtype: dtype of the state; None keeps float32 (float64 for float64 gradients).
+
+    Numerics: computed and returned in float32 (float64 for float64 gradients).
+    """
+    check_number("momentum", momentum, low=0.0, below=1.0)
+    if bias_correction and callable(momentum):
+        raise ValueError(
+            "bias_correction=True needs a constant momentum, got a schedule; "
+            "give a number, or bias_correction=False"
+        )
+
+    def init(params: PyTree) -> MuonState:
+        def zeros(p: Any) -> jax.Array:
+            return jnp.zeros_like(p, dtype=momentum_dtype or wide(p.dtype))
+
+        return MuonState(jnp.zeros((), jnp.int32), jax.tree.map(zeros, params))
+
+    def update(updates: PyTree, state: MuonState, params: PyTree = None) -> tuple[PyTree, Any]:
+        del params
+        beta = momentum(state.count) if callable(momentum) else momentum
+        count = optax.safe_increment(state.count)
+
+        def average(g: jax.Array, m: jax.Array) -> jax.Array:
+            dtype = wide(g.dtype)
+            return beta * m.astype(dtype) + (1 - beta) * g.astype(dtype)
+
+        averaged = jax.tree.map(average, updates, state.mu)
+        corrections = _bias_corrections(beta, count, nesterov) if bias_correction else (1.0, 1.0)
+
+        def direction(g: jax.Array, m: jax.Array) -> jax.Array:
+            m = m / corrections[0]
+            return beta * m + (1 - beta) * g.astype(m.dtype) / corrections[1] if nesterov else m
+
+        mu = jax.tree.map(lambda new, old: new.astype(old.dtype), averaged, state.mu)
+        return jax.tree.map(direction, updates, averaged), MuonState(count, mu)
+
+    return optax.GradientTransformation(init, update)
+
+
+def orthogonalize_stacks(
+    factors: Mapping[str, np.ndarray],
+    local: Callable[[np.ndarray], jax.Array],
+    *,
+    ns_steps: int = 5,
+    ns_coefficients: Any = "keller",
+    eps: float = 1e-8,
+    ns_dtype: Any = None,
+) -> optax.GradientTransformation:
+    """Replace every matrix by its Newton-Schulz orthogonalisation times its own factor.
+
+    Args:
+      factors: class key -> float table ``[N, W]``, one scale factor per slot.
+      local: the part of such a table that belongs to the stacks at hand.
+      ns_steps: number of Newton-Schulz steps.
+      ns_coefficients: name of a coefficient table, or its rows.
+      eps: added to the norm of a matrix whose largest entry is in [0.5, 1).
+      ns_dtype: dtype of the iteration; see ``linalg.orthogonalize``.
+
+    Stateless. A zero matrix (a pad slot) stays exactly zero.
+    """
+    newton_schulz_table(ns_coefficients, ns_steps)  # bad options raise here and not in the step
+    check_number("eps", eps, low=0.0, above_low=True)
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
+        del params
+
+        def one(key: str, stack: jax.Array) -> jax.Array:
+            with jax.named_scope(f"newton_schulz/{key}"):
+                whole = orthogonalize(
+                    stack, steps=ns_steps, coefficients=ns_coefficients, eps=eps, dtype=ns_dtype
+                )
+                scale = local(factors[key])[..., None, None]
+                return whole * scale.astype(whole.dtype)
+
+        return {key: one(key, stack) for key, stack in updates.items()}, state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def decay_stacks(
+    weight_decay: ScalarOrSchedule,
+    keep: Mapping[str, np.ndarray],
+    local: Callable[[np.ndarray], jax.Array],
+) -> optax.GradientTransformation:
+    """Add ``weight_decay * params`` to the updates of the matrices whose slot is kept.
+
+    Args:
+      weight_decay: a number, or a schedule of the number of updates already made.
+      keep: class key -> table ``[N, W]`` of 1 (decayed) and 0 (not).
+      local: as in ``orthogonalize_stacks``.
+    """
+
+    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
+        if params is None:
+            raise ValueError("weight decay needs the parameters: tx.update(grads, state, params)")
+        masked = {
+            key: stack * local(keep[key])[..., None, None].astype(stack.dtype)
+            for key, stack in params.items()
+        }
+        return decay.update(updates, state, masked)
+
+    decay = optax.add_decayed_weights(weight_decay)
+    return optax.GradientTransformation(decay.init, update)
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype in which optimizer arithmetic on ``dtype`` is done: at least float32."""
+    return jnp.promote_types(jnp.float32, dtype)
+
+
+def _bias_corrections(beta: Any, count: jax.Array, nesterov: bool) -> tuple[Any, Any]:
+    """Divisors of the averaged and of the gradient part (``optax.contrib.muon``'s convention)."""
+    averaged = 1 - beta ** (count + 1 if nesterov else count)
+    return averaged, 1 - beta**count
+
+
+def check_number(
+    name: str, value: Any, *, low: float, below: float | None = None, above_low: bool = False
+) -> None:
+    """Refuse a Python number outside its range; schedules and traced values pass."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return
+    in_range = (value > low if above_low else value >= low) and (below is None or value < below)
+    if not (np.isfinite(value) and in_range):
+        start = f"> {low}" if above_low else f">= {low}"
+        raise ValueError(f"{name}={value} must be {start}" + f" and < {below}" * (below is not None))

@@ -1,0 +1,13 @@
+"""Eight simulated CPU devices and strict rank promotion for every test."""
+
+import os
+
+# Must be set before jax is imported. Other flags of the caller stay; another device count does not.
+_COUNT = "--xla_force_host_platform_device_count"
+_others = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(_COUNT)]
+os.environ["XLA_FLAGS"] = " ".join([*_others, f"{_COUNT}=8"])
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax  # noqa: E402
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
