@@ -9,9 +9,10 @@ from matrixfsdp_jax.layout import rules
 from matrixfsdp_jax.layout.rules import default_rules
 from matrixfsdp_jax.layout.spec import MatrixView
 from matrixfsdp_jax.optimizers import clip_by_global_norm, muon, scale_by_muon
+from matrixfsdp_jax.owner.gradients import shard_batch
 from matrixfsdp_jax.owner.params import OwnerLayout, OwnerParams, plan
 from matrixfsdp_jax.owner.update import global_norm
-from matrixfsdp_jax.training import TrainStep, eval_step, shard_batch, train_step
+from matrixfsdp_jax.training import TrainStep, eval_step, train_step
 from matrixfsdp_jax.transforms.muon import MuonState
 
 __all__ = [

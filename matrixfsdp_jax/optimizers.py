@@ -1,6 +1,7 @@
 """The ready optimizers: they only assemble transforms, routes and a layout."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -68,7 +69,7 @@ def muon(
       ns_steps: Newton-Schulz steps.
       ns_coefficients: name of a coefficient table, or its rows ``(a, b, c)``.
       ns_dtype: dtype of the iteration; None is float32 (float64 for float64).
-      eps: added to a matrix's norm after it was scaled to a largest entry in [0.5, 1); > 0.
+      eps: added to a matrix's norm after it was scaled to a largest entry in [1, 2); > 0.
       scale: factor on the orthogonal update, by formula: ``"sqrt_max_1_out_in"``
         (``sqrt(max(1, fan_out / fan_in))``), ``"rms_0.2"`` (``0.2 sqrt(max(fan_out, fan_in))``),
         ``"sqrt_out_in"``, ``"none"``, or a function of ``(fan_in, fan_out)``. The fans come from
@@ -110,22 +111,23 @@ def muon(
     check_number("learning_rate", learning_rate, low=0.0)
     check_number("weight_decay", weight_decay, low=0.0)
     core = _MuonCore(
-        momentum=dict(
-            momentum=momentum,
-            nesterov=nesterov,
-            bias_correction=bias_correction,
-            momentum_dtype=momentum_dtype,
-        ),
-        newton_schulz=dict(
-            ns_steps=ns_steps, ns_coefficients=ns_coefficients, eps=eps, ns_dtype=ns_dtype
-        ),
-        scale=scale_fn(scale),
+        momentum,
+        nesterov,
+        bias_correction,
+        momentum_dtype,
+        ns_steps,
+        ns_coefficients,
+        ns_dtype,
+        eps,
+        scale_fn(scale),
     )
     rest = optax.adamw(3e-4) if rest is None else rest
     rate = optax.scale_by_learning_rate(learning_rate)
     if layout is None:
         decay = optax.add_decayed_weights(weight_decay, weight_decay_mask)
-        return _route_tree(lambda routes: optax.chain(core.on_tree(routes), decay, rate), rest, rules)
+        return _route_tree(
+            lambda routes: optax.chain(core.on_tree(routes), decay, rate), rest, rules
+        )
     _refuse_rules(rules)
     keep = _decay_tables(layout, weight_decay_mask)
 
@@ -155,16 +157,15 @@ def scale_by_muon(
     See ``muon`` for the arguments. Frozen leaves get a zero update.
     """
     core = _MuonCore(
-        momentum=dict(
-            momentum=momentum,
-            nesterov=nesterov,
-            bias_correction=bias_correction,
-            momentum_dtype=momentum_dtype,
-        ),
-        newton_schulz=dict(
-            ns_steps=ns_steps, ns_coefficients=ns_coefficients, eps=eps, ns_dtype=ns_dtype
-        ),
-        scale=scale_fn(scale),
+        momentum,
+        nesterov,
+        bias_correction,
+        momentum_dtype,
+        ns_steps,
+        ns_coefficients,
+        ns_dtype,
+        eps,
+        scale_fn(scale),
     )
     if layout is None:
         return _route_tree(core.on_tree, optax.identity(), rules)
@@ -199,27 +200,53 @@ def clip_by_global_norm(
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-class _MuonCore(NamedTuple):
+@dataclass(frozen=True)
+class _MuonCore:
     """Momentum and orthogonalisation, for both forms of the parameters."""
 
-    momentum: dict[str, Any]
-    newton_schulz: dict[str, Any]
+    momentum: ScalarOrSchedule
+    nesterov: bool
+    bias_correction: bool
+    momentum_dtype: Any
+    ns_steps: int
+    ns_coefficients: Any
+    ns_dtype: Any
+    eps: float
     scale: Callable[[int, int], float]
+
+    def __post_init__(self) -> None:
+        """Bad options raise here, at construction, and not in the step."""
+        self._momentum()
+        self._orthogonalize((), jnp.asarray)
+
+    def _momentum(self) -> optax.GradientTransformation:
+        return scale_by_momentum(
+            self.momentum,
+            nesterov=self.nesterov,
+            bias_correction=self.bias_correction,
+            momentum_dtype=self.momentum_dtype,
+        )
 
     def _orthogonalize(
         self, classes: tuple[ShapeClass, ...], local: Any
     ) -> optax.GradientTransformation:
-        factors = slot_tables(classes, lambda m: self.scale(m.fan_in, m.fan_out))
-        return orthogonalize_stacks(factors, local, **self.newton_schulz)
+        return orthogonalize_stacks(
+            slot_tables(classes, lambda m: self.scale(m.fan_in, m.fan_out)),
+            local,
+            ns_steps=self.ns_steps,
+            ns_coefficients=self.ns_coefficients,
+            eps=self.eps,
+            ns_dtype=self.ns_dtype,
+        )
 
     def on_stacks(
         self, classes: tuple[ShapeClass, ...], local: Any
     ) -> optax.GradientTransformation:
-        return optax.chain(scale_by_momentum(**self.momentum), self._orthogonalize(classes, local))
+        return optax.chain(self._momentum(), self._orthogonalize(classes, local))
 
     def on_tree(self, routes: Routes) -> optax.GradientTransformation:
         packed = on_canonical(lambda plan, local: self._orthogonalize(plan.classes, local), routes)
-        return optax.chain(scale_by_momentum(**self.momentum), packed)
+        return optax.chain(self._momentum(), packed)
 
 
 def slot_tables(
@@ -333,11 +360,13 @@ def _decay_tables(layout: OwnerLayout, mask: Any) -> dict[str, np.ndarray]:
     tree = jax.tree.unflatten(layout.treedef, shapes)
     mask = mask(tree) if callable(mask) else True if mask is None else mask
     try:
-        spread = jax.tree.map(lambda keep, part: jax.tree.map(lambda _: bool(keep), part), mask, tree)
+        spread = jax.tree.map(
+            lambda keep, part: jax.tree.map(lambda _: bool(keep), part), mask, tree
+        )
     except ValueError as error:
         raise ValueError(
-            "weight_decay_mask is not a prefix of the parameter tree that the layout was planned "
-            f"for ({error}); give booleans in the structure of the parameters, or a function of them"
+            "weight_decay_mask is not a prefix of the parameter tree that was planned "
+            f"({error}); give booleans in the structure of the parameters, or a function of them"
         ) from error
     keep = jax.tree.leaves(spread)
     return slot_tables(layout.plan.classes, lambda m: float(keep[m.leaf]))

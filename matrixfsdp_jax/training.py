@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -49,6 +48,7 @@ class TrainStep:
         key: jax.Array | None = None,
         model_state: PyTree = None,
     ) -> tuple[Any, ...]:
+        """Make one step; ``owned``, ``state`` and ``model_state`` are used up if donated."""
         return self._jitted(*self._prepare(owned, state, batch, key, model_state))
 
     def lower(
@@ -158,7 +158,7 @@ def train_step(
                 f"model_state_reduction={model_state_reduction!r}"
             )
         gradients.batch_specs(layout, batch, accumulate)
-        return owned, state, shard_batch(layout, batch), key, model_state
+        return owned, state, gradients.shard_batch(layout, batch), key, model_state
 
     return TrainStep(jitted, prepare)
 
@@ -197,27 +197,9 @@ def eval_step(fn: Callable[..., Any], layout: OwnerLayout) -> Callable[..., Any]
     def evaluate(owned: OwnerParams, batch: PyTree, *args: Any) -> PyTree:
         layout.check_owned(owned)
         gradients.batch_specs(layout, batch)
-        return run(owned, shard_batch(layout, batch), args)
+        return run(owned, gradients.shard_batch(layout, batch), args)
 
     return evaluate
-
-
-def shard_batch(layout: OwnerLayout, batch: PyTree) -> PyTree:
-    """Put a batch on the devices, split on dim 0 over the owner axis.
-
-    Args:
-      batch: a tree of arrays. Numpy leaves are this process's own examples (on one process, the
-        whole global batch); jax arrays are global already and pass unchanged.
-    """
-
-    def put(x: Any) -> jax.Array:
-        if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
-            return x
-        x = np.asarray(x)
-        spec = P(layout.axis_entry, *[None] * (x.ndim - 1))
-        return jax.make_array_from_process_local_data(NamedSharding(layout.mesh, spec), x)
-
-    return jax.tree.map(put, batch)
 
 
 def _local_step(
@@ -296,8 +278,8 @@ def _accumulate(
     def body(carry: tuple[Any, ...], xs: Any) -> tuple[Any, PyTree]:
         total, weight, grads, model_state = carry
         result, model_state = one(model_state, xs)
-        grads = jax.tree.map(lambda a, g: a + g * result.count, grads, result.gradients)
-        carry = (total + result.loss * result.count, weight + result.count, grads, model_state)
+        grads = jax.tree.map(lambda a, g: a + g * result.weight, grads, result.gradients)
+        carry = (total + result.loss * result.weight, weight + result.weight, grads, model_state)
         return carry, result.aux
 
     carry = (scalar, scalar, zeros, model_state)

@@ -11,7 +11,7 @@ import numpy as np
 # Third-party code, tests (not installed everywhere) and tables of numbers.
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
 HELD_OUT_EVERY = 20  # one file in so many is held out
-PROMPT_FILE_SIZE = 4096  # bytes that a split needs at the least
+MIN_BYTES = 10_000  # of either part
 
 
 class Corpus(NamedTuple):
@@ -51,7 +51,7 @@ def load_corpus(root: Path | None = None) -> Corpus:
             seen.add(text)
             parts[is_held_out(file.relative_to(root).as_posix())].append(text)
     train, held_out = (np.frombuffer(b"\n".join(parts[key]), np.uint8) for key in (False, True))
-    if min(len(train), len(held_out)) < PROMPT_FILE_SIZE:
+    if min(len(train), len(held_out)) < MIN_BYTES:
         raise ValueError(
             f"found {len(train):,} bytes to train on and {len(held_out):,} to hold out under "
             f"{root}; this example reads the .py files of the standard library, so run it with a "

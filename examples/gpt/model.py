@@ -34,14 +34,14 @@ class Attention(nnx.Module):
 
 class Block(nnx.Module):
     def __init__(self, width: int, heads: int, rngs: nnx.Rngs):
-        self.attention_norm = nnx.RMSNorm(width, rngs=rngs)
-        self.attention = Attention(width, heads, rngs)
+        self.attn_norm = nnx.RMSNorm(width, rngs=rngs)
+        self.attn = Attention(width, heads, rngs)
         self.mlp_norm = nnx.RMSNorm(width, rngs=rngs)
         self.up = nnx.Linear(width, 4 * width, use_bias=False, rngs=rngs)
         self.down = nnx.Linear(4 * width, width, use_bias=False, kernel_init=zeros, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = x + self.attention(self.attention_norm(x))
+        x = x + self.attn(self.attn_norm(x))
         return x + self.down(jax.nn.gelu(self.up(self.mlp_norm(x))))
 
 

@@ -1,0 +1,1 @@
+"""Plain data and rules: which leaf is a matrix, and who owns it."""

@@ -1,32 +1,23 @@
-"""A plan to look at: a table for people, a dict for programs, a picture of who owns what.
+"""A plan to look at: a table for people, a dict for programs.
 
 Shape legend: ``N`` devices on the owner axis, ``W`` waves, ``m <= n`` a stored matrix.
 """
 
-import colorsys
 import io
-import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from matrixfsdp_jax.layout.costs import Collective, CollectiveKind, Costs, costs
-from matrixfsdp_jax.layout.spec import LeafPlan, Matrix, Plan, ShapeClass
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from matrixfsdp_jax.layout.spec import LeafPlan, Plan, ShapeClass
 
 _KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
-
-# ---- table -------------------------------------------------------------------------------------
 
 
 def render(plan: Plan, *, width: int | None = 80, every_leaf: bool = False) -> str:
@@ -67,7 +58,7 @@ def _summary(plan: Plan, cost: Costs) -> str:
     gather = f"in {plan.gather_dtype}" if plan.gather_dtype else "in each leaf's own dtype"
     traffic = [f"{kind} {_bytes(b)}" for kind in _KINDS if (b := cost.received(kind))]
     lines = [
-        f"{_title(plan)}: {matrices} matrices in {len(plan.classes)} classes, "
+        f"{title(plan)}: {matrices} matrices in {len(plan.classes)} classes, "
         f"{len(plan.leaves)} leaves",
         f"gather {gather}, reduce in {plan.reduce_dtype}",
         f"memory per device: {_bytes(cost.memory.padded)}, plus {_bytes(cost.gathered)} "
@@ -85,7 +76,8 @@ def _summary(plan: Plan, cost: Costs) -> str:
     return "\n".join(lines)
 
 
-def _title(plan: Plan) -> str:
+def title(plan: Plan) -> str:
+    """``"muon on 8 devices"``."""
     return f"{plan.optimizer} on {plan.num_devices} device{'s' * (plan.num_devices > 1)}"
 
 
@@ -132,7 +124,7 @@ def _device_table(cost: Costs) -> Table:
 
 
 def _traffic_table(cost: Costs) -> Table:
-    title = "Bytes that one device receives in each collective, and how often in a step"
+    title = "Received by a device in each collective of a step"
     table = _table(title, "what", "times", *_KINDS, numbers_from=1)
     by_source: dict[str, dict[str, Collective]] = defaultdict(dict)
     for collective in cost.collectives:
@@ -154,7 +146,7 @@ def _leaf_table(plan: Plan, every_leaf: bool) -> Table:
     rows = []
     for index, each in enumerate(plan.leaves):
         shape = f"{_short_dtype(each.leaf.dtype)}[{','.join(map(str, each.leaf.shape))}]"
-        route = _route(each, sorted({s["class"] for s in where[index]}))
+        route = _route(each, [s["class"] for s in where[index]])
         slots = " ".join(f"{s['device']}/{s['wave']}" for s in where[index])
         place = f" at {slots}" if every_leaf and slots else ""
         rows.append(((shape, f"{route}{place}: {each.route.reason}"), each.leaf.path))
@@ -168,7 +160,8 @@ def _leaf_table(plan: Plan, every_leaf: bool) -> Table:
 
 def _route(each: LeafPlan, classes: Sequence[str]) -> str:
     if each.route.route == "matrix":
-        return f"matrix {', '.join(key.split(':')[0] for key in classes)}"
+        shapes = dict.fromkeys(key.split(":")[0] for key in classes)
+        return f"matrix {', '.join(shapes)}"
     placed = "replicated" if each.shard_dim is None else f"dim {each.shard_dim} sharded"
     return f"{each.route.route}, {placed}"
 
@@ -231,9 +224,6 @@ def _flops(count: int) -> str:
         if count >= 10**power:
             return f"{count / 10**power:.1f} {unit}"
     return str(count)
-
-
-# ---- dict --------------------------------------------------------------------------------------
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
@@ -303,165 +293,3 @@ def _slots_of_leaves(plan: Plan) -> list[list[dict[str, Any]]]:
             slot = {"name": matrix.name, "class": cls.key, "device": device, "wave": wave}
             found[matrix.leaf].append((matrix.batch, matrix.start, slot))
     return [[slot for *_, slot in sorted(each, key=lambda s: s[:2])] for each in found]
-
-
-# ---- picture -----------------------------------------------------------------------------------
-
-_Color = tuple[float, float, float]
-_POINTS = 72  # per inch
-_LABEL_SIZES = (8.0, 7.0, 6.0, 5.0)  # points; below that a label is no longer legible
-_PAD_STYLE: dict[str, Any] = {
-    "facecolor": "0.97",
-    "edgecolor": "0.6",
-    "hatch": "////",
-    "linewidth": 0.8,
-}
-
-
-def plot(plan: Plan, path: str | Path) -> None:
-    """Draw who owns what: devices across, waves down, one panel per class.
-
-    Each matrix is a cell in the colour of its parameter kind (its path without numbers) with its
-    short name; a name that does not fit shrinks to its numbers, then goes. Pad slots are hatched.
-
-    Args:
-      plan: the plan.
-      path: file to write; its ending gives the format (``.png``, ``.svg``, ``.pdf``).
-
-    Raises:
-      ImportError: if matplotlib is missing; install ``matrixfsdp-jax[plot]``.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plot needs matplotlib: pip install 'matrixfsdp-jax[plot]'") from error
-    names = _Names(plan)
-    waves = [cls.num_waves for cls in plan.classes]
-    width = min(20.0, max(7.0, 1.1 * plan.num_devices))
-    row = min(0.32, max(0.1, 14 / max(1, sum(waves))))
-    legend_columns = max(1, int(width / (0.7 + 0.085 * max(map(len, names.colors), default=0))))
-    legend_rows = -(-(len(names.colors) + 1) // legend_columns)
-    height = 1.0 + row * sum(waves) + 0.6 * len(waves) + 0.22 * legend_rows
-    figure = Figure(figsize=(width, height), layout="constrained")
-    figure.suptitle(f"{_title(plan)}: who owns which matrix", fontsize=11)
-    if plan.classes:
-        panels = figure.subplots(len(waves), squeeze=False, sharex=True, height_ratios=waves)
-        for axes, cls in zip(panels[:, 0], plan.classes, strict=True):
-            _panel(axes, cls, names, cell=(0.9 * width / plan.num_devices, row))
-        panels[-1, 0].set_xlabel("device")
-        _legend(figure, names.colors, legend_columns, any(cls.num_pads for cls in plan.classes))
-    else:
-        figure.text(0.5, 0.4, "no leaf is updated by a matrix method", ha="center")
-    figure.savefig(path, dpi=150)
-
-
-class _Names:
-    """The kind of each matrix (its leaf's path without numbers), its numbers, and the colours."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._paths = [each.leaf.path for each in plan.leaves]
-        matrices = sorted((m for cls in plan.classes for m in cls.matrices), key=lambda m: m.leaf)
-        kinds = list(dict.fromkeys(self._split(matrix)[0] for matrix in matrices))
-        self._head, self._tail = _shared_ends(kinds)
-        self.colors = {self._short(kind): _color(k, len(kinds)) for k, kind in enumerate(kinds)}
-
-    def of(self, matrix: Matrix) -> tuple[str, str]:
-        """The short kind of a matrix and its numbers: ``("attn/q", "3")``."""
-        kind, numbers = self._split(matrix)
-        return self._short(kind), numbers
-
-    def _split(self, matrix: Matrix) -> tuple[tuple[str, ...], str]:
-        path = self._paths[matrix.leaf]
-        batch, _, block = matrix.name.removeprefix(path).partition(":")
-        parts = path.split("/")
-        numbers = [part for part in parts if part.isdigit()]
-        if not numbers:  # linen numbers its modules within a name: Block_3
-            parts = re.sub(r"_(\d+)(?=/)", r"/\1", path, count=1).split("/")
-            numbers = [part for part in parts if part.isdigit()]
-        kind = [part for part in parts if not part.isdigit()]
-        if block:
-            kind.append(block)
-        return tuple(kind), ".".join(numbers) + batch
-
-    def _short(self, kind: tuple[str, ...]) -> str:
-        return "/".join(kind[self._head : len(kind) - self._tail])
-
-
-def _shared_ends(kinds: Sequence[tuple[str, ...]]) -> tuple[int, int]:
-    """How many parts all kinds share at their beginning and end; each kind keeps one at least."""
-    spare = min(map(len, kinds), default=1) - 1
-    head = 0
-    while head < spare and len({kind[head] for kind in kinds}) == 1:
-        head += 1
-    tail = 0
-    while head + tail < spare and len({kind[-1 - tail] for kind in kinds}) == 1:
-        tail += 1
-    return head, tail
-
-
-def _color(k: int, count: int) -> _Color:
-    """Even hues, strong and pale in turn, all light enough for black text."""
-    return colorsys.hls_to_rgb(k / max(1, count), 0.7 if k % 2 else 0.8, 0.65)
-
-
-def _panel(axes: "Axes", cls: ShapeClass, names: _Names, cell: tuple[float, float]) -> None:
-    """One class; ``cell`` is the size of a slot in inches."""
-    from matplotlib.collections import PatchCollection
-    from matplotlib.patches import Rectangle
-
-    def boxes(slots: Iterable[tuple[int, int]], **style: Any) -> None:
-        axes.add_collection(PatchCollection([Rectangle(slot, 1, 1) for slot in slots], **style))
-
-    by_kind: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    labels = []
-    for matrix, slot in zip(cls.matrices, cls.slots, strict=True):
-        kind, numbers = names.of(matrix)
-        by_kind[kind].append(slot)
-        labels.append((kind, numbers))
-    for kind, slots in by_kind.items():
-        boxes(slots, facecolor=names.colors[kind], edgecolor="white", linewidth=0.8)
-    every = itertools.product(range(cls.num_devices), range(cls.num_waves))
-    boxes(sorted(set(every) - set(cls.slots)), **_PAD_STYLE)
-    size, texts = _fit(labels, cell)
-    for (device, wave), text in zip(cls.slots, texts, strict=True):
-        axes.text(device + 0.5, wave + 0.5, text, ha="center", va="center", fontsize=size)
-    axes.set(xlim=(0, cls.num_devices), ylim=(cls.num_waves, 0), ylabel="wave")
-    _number(axes.xaxis, cls.num_devices, cell[0])
-    _number(axes.yaxis, cls.num_waves, cell[1])
-    axes.set_title(
-        f"{cls.key}: {len(cls.matrices)} matrices, {cls.num_pads} pads", loc="left", fontsize=9
-    )
-
-
-def _fit(labels: Sequence[tuple[str, str]], cell: tuple[float, float]) -> tuple[float, list[str]]:
-    """Font size in points and the texts that fit a cell: kind and numbers, else numbers, else none.
-
-    All cells of a panel are labelled alike.
-    """
-    width, height = (_POINTS * side for side in cell)
-    whole = [f"{kind} {numbers}".strip() for kind, numbers in labels]
-    for texts in (whole, [numbers for _, numbers in labels]):
-        longest = max(map(len, texts))
-        for size in _LABEL_SIZES:
-            # A character of the default font is about 0.6 of its size wide.
-            if 0.62 * size * longest <= 0.95 * width and 1.2 * size <= height:
-                return size, texts
-    return _LABEL_SIZES[-1], [""] * len(labels)
-
-
-def _number(axis: Any, count: int, inches: float) -> None:
-    """Number the slots of an axis in their middle, as many as have room."""
-    step = next(s for s in (1, 2, 4, 8, 16, 32, 64, 128, 256, count) if s * inches >= 0.25)
-    axis.set_ticks([k + 0.5 for k in range(0, count, step)], labels=range(0, count, step))
-    axis.set_tick_params(length=0, labelsize=8)
-
-
-def _legend(figure: "Figure", colors: dict[str, _Color], columns: int, pads: bool) -> None:
-    from matplotlib.patches import Patch
-
-    handles = [Patch(facecolor=color, label=kind) for kind, color in colors.items()]
-    if pads:
-        handles.append(Patch(**_PAD_STYLE, label="pad (zero for ever)"))
-    figure.legend(
-        handles=handles, loc="outside lower center", ncols=columns, fontsize=8, frameon=False
-    )

@@ -18,6 +18,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from matrixfsdp_jax.layout import leaves
+from matrixfsdp_jax.layout.names import kind_by_name
 from matrixfsdp_jax.layout.spec import Leaf, LeafRoute, MatrixView, Route, Side, is_inexact
 
 Match = str | Callable[[Leaf], bool]
@@ -95,11 +96,11 @@ class NoRuleError(ValueError):
         self.leaves = tuple(undecided)
         first, *others = self.leaves
         lines = [f"{_text(first)} has rank {len(first.shape)} and no rule says how to read it."]
-        lines.append("Give one of these rules, e.g. rules=default_rules(...):")
+        lines.append("Give one of these as rules=[...] (from matrixfsdp_jax.layout.rules):")
         lines += [f"  {rule.name}  # {_reading_text(rule, first)}" for rule in _readings(first)]
         lines.append(f"  {_call('rest', glob.escape(first.path))}  # not a matrix")
         if others:
-            lines.append(f"{len(others)} more leaves need a rule (a pattern may cover several):")
+            lines.append("Without a rule, too (one pattern may cover several):")
             lines += [f"  {_text(leaf)}" for leaf in others]
         super().__init__("\n".join(lines))
 
@@ -324,7 +325,7 @@ def _given_routes(given: Any, described: list[Leaf], allow_unused: bool) -> dict
     extra = [
         path
         for path, value in zip(paths, values, strict=True)
-        if path not in known and value is not skip and value != "default"
+        if path not in known and value is not skip and not _asks_default(value)
     ]
     if missing or (extra and not allow_unused):
         raise ValueError(
@@ -336,9 +337,13 @@ def _given_routes(given: Any, described: list[Leaf], allow_unused: bool) -> dict
     return dict(zip(paths, values, strict=True))
 
 
+def _asks_default(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value == "default")
+
+
 def _as_route(leaf: Leaf, value: Any, source: str) -> LeafRoute:
     """One decision of a function or of a given tree, checked."""
-    if value is None or value == "default":
+    if _asks_default(value):
         return _default_route(leaf)
     if isinstance(value, MatrixView):
         value = LeafRoute("matrix", f"{source}: view given", value)
@@ -373,6 +378,8 @@ def _problem(leaf: Leaf, decision: LeafRoute) -> str | None:
     otherwise = f"route it to rest, e.g. put {_call('rest', glob.escape(leaf.path))} first"
     if not is_inexact(leaf.dtype):
         return f"says 'matrix', but dtype {leaf.dtype} has no gradient; {otherwise}"
+    if leaf.dtype.startswith("complex"):
+        return f"says 'matrix', but matrix methods take no {leaf.dtype}; {otherwise}"
     if leaf.size == 0:
         return f"says 'matrix', but the leaf has no element; {otherwise}"
     if view is None:
@@ -384,7 +391,7 @@ def _view_hint(leaf: Leaf) -> str | None:
     """Views to choose from for a leaf of rank 2 or more."""
     rank = len(leaf.shape)
     views = [_view(rule, leaf) for rule in _readings(leaf)] if rank > 2 else [MatrixView()]
-    return "\n  ".join(["give one, say", *map(str, views)]) if rank >= 2 else None
+    return "\n  ".join(["give one, say", *dict.fromkeys(map(str, views))]) if rank >= 2 else None
 
 
 def _view_problem(leaf: Leaf, view: MatrixView) -> str | None:
@@ -436,8 +443,7 @@ def _refuse_unused(rules: Rules, described: list[Leaf]) -> None:
         )
         raise ValueError(
             f"{', '.join(f'rule {r.name}' for r in unused)} matches no leaf of the tree; the paths "
-            f"nearest to the first are {', '.join(map(repr, near))}. Correct or drop the rule, or "
-            "pass allow_unused=True if a part of the tree is masked out"
+            f"nearest to the first are {', '.join(map(repr, near))}. Correct or drop the rule"
         )
 
 
@@ -448,9 +454,11 @@ def _default_route(leaf: Leaf) -> LeafRoute:
         return LeafRoute("rest", f"{leaf.dtype}: no gradient")
     if leaf.size == 0:
         return LeafRoute("rest", "zero-size")
+    if leaf.dtype.startswith("complex"):
+        return LeafRoute("rest", "complex")
     if rank <= 1:
         return LeafRoute("rest", f"rank {rank}")
-    kind = _kind_by_name(leaf.path)
+    kind = kind_by_name(leaf.path)
     if kind:
         return LeafRoute("rest", f"named like {kind}")
     if rank >= 3 and leaf.shape[-2] == 1 and re.search("conv|depthwise", leaf.path.lower()):
@@ -458,69 +466,6 @@ def _default_route(leaf: Leaf) -> LeafRoute:
     if rank == 2:
         return LeafRoute("matrix", "rank 2", MatrixView())
     raise NoRuleError([leaf])
-
-
-_BIAS_WORDS = {"bias", "biases"}
-_SCALE_WORDS = {"scale", "scales", "gamma", "beta", "gain"}
-_NORM_WORD = re.compile(r"(\w*norm|ln|bn|gn)s?")
-_EMBEDDING_WORDS = {
-    *("emb", "embs", "embed", "embeds", "embedder", "embedding", "embeddings"),
-    *("posemb", "posembed", "wte", "wpe", "codebook"),
-}
-_HEAD_WORDS = {"unembed", "unembedding", "logits", "classifier", "readout"}
-_LAYER_WORDS = {"kernel", "weight", "w", "dense", "linear", "layer", "proj", "projection"}
-
-
-def _kind_by_name(path: str) -> str | None:
-    """What a leaf is by its path, if that is nothing for a matrix method.
-
-    Whole words decide, never parts of words; numbers are left out, so that ``LayerNorm_0``,
-    ``ln_1`` and ``norms/0`` read alike. A wrapper far above the leaf says nothing about it.
-    """
-    names = [part for part in re.split(r"[/.]", path) if _words(part)]
-    parts = [_words(name) for name in names]
-    if not parts:
-        return None
-    last = parts[-1]
-    # "b" is haiku's bias; "lora_b" and the "B" of a state-space model are matrices.
-    if _BIAS_WORDS & set(last) or re.fullmatch(r"b_?\d*", names[-1]):
-        return "a bias"
-    if last[-1] in _SCALE_WORDS:
-        return "a scale"
-    # No norm calls its parameter "kernel": that is a dense layer with "norm" in its name.
-    owner = parts[-2:] if last[-1] != "kernel" else [last]
-    if any(_NORM_WORD.fullmatch(word) for part in owner for word in part):
-        return "a norm"
-    if any(_EMBEDDING_WORDS & set(part) for part in parts[-3:]):
-        return "an embedding"
-    near = range(max(0, len(parts) - 3), len(parts))
-    if any(_is_head(parts[i], parts[i - 1] if i else []) for i in near) or _is_output(parts):
-        return "an output head"
-    return None
-
-
-def _is_head(part: list[str], parent: list[str]) -> bool:
-    """``lm_head`` and ``value_head_proj``, but not ``multi_head``, ``heads``, ``attn/head_0``."""
-    if _HEAD_WORDS & set(part) or part == ["score"]:
-        return True
-    while len(part) > 1 and part[-1] in _LAYER_WORDS:
-        part = part[:-1]
-    before = part[-2:-1] or parent
-    return part[-1] == "head" and not {"multi", "per", "attn", "attention"} & set(before)
-
-
-def _is_output(parts: list[list[str]]) -> bool:
-    """``output/weight`` at the top of the model; deeper down, ``output`` is any layer's."""
-    top = parts[1:] if parts[0] in (["params"], ["model"]) else parts
-    if len(top) != 2:
-        return False
-    return top[0][0] == "output" and set(top[0][1:]) <= _LAYER_WORDS
-
-
-def _words(name: str) -> list[str]:
-    """``"RMSNorm_0"`` -> ``["rms", "norm"]``."""
-    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
-    return [word.lower() for word in re.split(r"[\W\d_]+", spaced) if word]
 
 
 def _readings(leaf: Leaf) -> list[Rule]:

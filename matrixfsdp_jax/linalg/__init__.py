@@ -1,0 +1,1 @@
+"""Numerics on ``[..., m, n]``; knows neither optax nor meshes."""

@@ -88,18 +88,8 @@ def orthogonalize(
     if batching not in get_args(Batching):
         raise ValueError(f"batching must be one of {get_args(Batching)}, got {batching!r}")
 
-    batched = functools.partial(
-        _orthogonalize, table=table, eps=eps, dtype=_iteration_dtype(x.dtype, dtype)
-    )
-
-    def mapped(x: jax.Array) -> jax.Array:
-        return jax.lax.map(batched, x.reshape(-1, *x.shape[-2:])).reshape(x.shape)
-
-    if x.ndim == 2 or batching == "batched":
-        return batched(x)
-    if batching == "map":
-        return mapped(x)
-    return jax.lax.platform_dependent(x, cpu=mapped, default=batched)
+    iteration_dtype = _iteration_dtype(x.dtype, dtype)
+    return _orthogonalize(x, eps, table=table, dtype=iteration_dtype, batching=batching)
 
 
 def _check_matrices(x: jax.Array) -> None:
@@ -124,8 +114,32 @@ def _at_least_float32(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
+@functools.partial(jax.jit, static_argnames=("table", "dtype", "batching"))
 def _orthogonalize(
-    x: jax.Array, *, table: tuple[Row, ...], eps: float, dtype: jnp.dtype
+    x: jax.Array,
+    eps: ArrayLike,
+    *,
+    table: tuple[Row, ...],
+    dtype: jnp.dtype,
+    batching: Batching,
+) -> jax.Array:
+    """Choose how the batch is gone through. Jitted, so that a call outside jit has the same bits."""
+
+    def batched(x: jax.Array) -> jax.Array:
+        return _orthogonalize_batched(x, eps, table, dtype)
+
+    def mapped(x: jax.Array) -> jax.Array:
+        return jax.lax.map(batched, x.reshape(-1, *x.shape[-2:])).reshape(x.shape)
+
+    if x.ndim == 2 or batching == "batched":
+        return batched(x)
+    if batching == "map":
+        return mapped(x)
+    return jax.lax.platform_dependent(x, cpu=mapped, default=batched)
+
+
+def _orthogonalize_batched(
+    x: jax.Array, eps: ArrayLike, table: tuple[Row, ...], dtype: jnp.dtype
 ) -> jax.Array:
     """Orthogonalize ``[..., m, n]``, all matrices in one product."""
     tall = x.shape[-2] > x.shape[-1]
@@ -137,25 +151,30 @@ def _orthogonalize(
     return (jnp.swapaxes(out, -1, -2) if tall else out).astype(x.dtype)
 
 
-def _normalize(x: jax.Array, eps: float) -> jax.Array:
+def _normalize(x: jax.Array, eps: ArrayLike) -> jax.Array:
     """Divide by the Frobenius norm, in float32 or wider, without overflow or underflow."""
     x = x.astype(_at_least_float32(x.dtype))
-    x = x / _power_of_two(jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True))
+    x = x * _inverse_power_of_two(jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True))
     norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
     return x / (norm + jnp.asarray(eps, x.dtype))
 
 
-def _power_of_two(x: jax.Array) -> jax.Array:
-    """Largest power of two that is at most ``x >= 0``, held in the range whose inverse is normal.
+def _inverse_power_of_two(x: jax.Array) -> jax.Array:
+    """``2^-k`` for ``2^k <= x < 2^(k+1)``, with ``k`` held where both powers are normal numbers.
 
-    It is the exponent field of ``x``, which is also the bit pattern of infinity. (``frexp`` treats
-    subnormal numbers differently from one JAX version to the next.)
+    In the bit pattern of a power of two the exponent field is linear in ``k``, so that of the
+    inverse is twice that of 1 less that of ``2^k``. Bits, because XLA merges two divisions
+    ``x / 2^k / norm`` into one by ``2^k norm``, which under- or overflows, and because ``frexp``
+    treats subnormal numbers differently from one JAX version to the next.
     """
     unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-    bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=unsigned)
-    exponent = bits(x) & bits(jnp.array(jnp.inf, x.dtype))
+
+    def bits(value: ArrayLike) -> jax.Array:
+        return jax.lax.bitcast_convert_type(jnp.asarray(value, x.dtype), unsigned)
+
     tiny = jnp.finfo(x.dtype).tiny
-    return jnp.clip(jax.lax.bitcast_convert_type(exponent, x.dtype), tiny, 1 / tiny)
+    exponent = jnp.clip(bits(x) & bits(jnp.inf), bits(tiny), bits(1 / tiny))
+    return jax.lax.bitcast_convert_type(2 * bits(1) - exponent, x.dtype)
 
 
 def _newton_schulz_step(x: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:

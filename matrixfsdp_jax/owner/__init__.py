@@ -1,0 +1,1 @@
+"""Owner parameters: a plan on a mesh, and transforms lifted onto it."""

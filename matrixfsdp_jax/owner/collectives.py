@@ -42,7 +42,7 @@ def device_index(axis: Axis) -> jax.Array:
 
 
 def local_slots(table: jax.typing.ArrayLike, axis: Axis) -> jax.Array:
-    """This device's row ``[1, W]`` of a constant table ``[N, W]``."""
+    """The row of this device, ``[1, W]`` out of a constant table ``[N, W]``."""
     table = jnp.asarray(table)
     return lax.dynamic_slice_in_dim(table, device_index(axis), 1, axis=0)
 
@@ -106,21 +106,23 @@ def gather_dim(
         return lax.all_gather(x.astype(gather_dtype), axis, axis=dim, tiled=True), None
 
     def backward(_: None, ct: jax.Array) -> tuple[jax.Array]:
-        part = lax.psum_scatter(
-            ct.astype(reduce_dtype), axis, scatter_dimension=dim, tiled=True
-        )
+        part = lax.psum_scatter(ct.astype(reduce_dtype), axis, scatter_dimension=dim, tiled=True)
         return (part.astype(dtype),)
 
     return _with_backward(forward, backward)(x)
 
 
 def share(
-    xs: Sequence[jax.Array], axis: Axis, *, gather_dtypes: Sequence[Any], reduce_dtype: Any
+    xs: Sequence[jax.Array],
+    axis: Axis,
+    *,
+    gather_dtypes: Sequence[Any],
+    reduce_dtypes: Sequence[Any],
 ) -> list[jax.Array]:
     """Replicated leaves, cast for the model.
 
-    Collectives: none forward; backward all their gradients are summed in ``reduce_dtype`` by one
-    ``psum`` of the whole list.
+    Collectives: none forward; backward all their gradients are summed in their ``reduce_dtypes`` by
+    one ``psum`` of the whole list.
     """
     dtypes = [x.dtype for x in xs]
 
@@ -128,7 +130,7 @@ def share(
         return [varying(x, axis).astype(t) for x, t in zip(xs, gather_dtypes, strict=True)], None
 
     def backward(_: None, cts: list[jax.Array]) -> tuple[list[jax.Array]]:
-        sums = lax.psum([ct.astype(reduce_dtype) for ct in cts], axis)
+        sums = lax.psum([ct.astype(t) for ct, t in zip(cts, reduce_dtypes, strict=True)], axis)
         return ([s.astype(t) for s, t in zip(sums, dtypes, strict=True)],)
 
     return _with_backward(forward, backward)(list(xs)) if xs else []

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from matrixfsdp_jax.owner import collectives
@@ -23,7 +25,7 @@ class LocalResult(NamedTuple):
     """What one (micro-)batch gives: mean loss, its weight, local aux, gradients on owners."""
 
     loss: jax.Array
-    count: jax.Array
+    weight: jax.Array
     aux: PyTree
     gradients: Any
 
@@ -36,7 +38,7 @@ def local_value_and_grad(
 ) -> LocalResult:
     """Loss and gradients inside ``shard_map``; ``loss_fn`` takes the gathered params alone.
 
-    ``count`` is the weight of this batch (its token count, or 1 where the loss is a plain mean).
+    ``weight`` is that of this batch (its token count, or 1 where the loss is a plain mean).
     ``aux`` is this device's own.
     """
 
@@ -84,6 +86,7 @@ def _scalar(value: Any) -> jax.Array:
 
 
 def split_aux(out: Any, has_aux: bool) -> tuple[Any, PyTree]:
+    """``(loss, aux)`` of what a loss function returned; aux is None without ``has_aux``."""
     if not has_aux:
         return out, None
     if not isinstance(out, tuple) or len(out) != 2:
@@ -119,7 +122,7 @@ def value_and_grad(
             in_specs=(layout.specs, batch_specs(layout, batch), P()),
             out_specs=(P(), layout.trainable(layout.specs)),
         )
-        return mapped(owned, batch, key)
+        return mapped(owned, shard_batch(layout, batch), key)
 
     return fn
 
@@ -145,3 +148,27 @@ def batch_specs(layout: "OwnerLayout", batch: PyTree, parts: int = 1) -> PyTree:
         return P(layout.axis_entry, *[None] * (len(shape) - 1))
 
     return jax.tree_util.tree_map_with_path(spec, batch)
+
+
+def shard_batch(layout: "OwnerLayout", batch: PyTree) -> PyTree:
+    """Put a batch on the devices, split on dim 0 over the owner axis.
+
+    Args:
+      layout: from ``mfsdp.plan``.
+      batch: a tree of arrays. Numpy leaves are this process's own examples (with one process, the
+        whole global batch); jax arrays are global, and are moved if they lie otherwise.
+
+    Returns:
+      Global arrays with sharding ``P(owner_axis, None, ...)``. Traced values pass unchanged.
+    """
+
+    def put(x: Any) -> Any:
+        if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
+            return x
+        spec = P(layout.axis_entry, *[None] * (np.ndim(x) - 1))
+        sharding = NamedSharding(layout.mesh, spec)
+        if isinstance(x, jax.Array):
+            return x if x.sharding == sharding else jax.device_put(x, sharding)
+        return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+
+    return jax.tree.map(put, batch)

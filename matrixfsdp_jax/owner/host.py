@@ -92,7 +92,7 @@ def _stack(layout: "OwnerLayout", c: ShapeClass, leaves: _HostLeaves) -> jax.Arr
     for matrix, (device, wave) in zip(c.matrices, c.slots, strict=True):
         owned[device].append((wave, matrix))
 
-    def rows(index: tuple[slice, ...]) -> np.ndarray:
+    def rows(index: Any) -> np.ndarray:
         devices = range(c.num_devices)[index[0]]
         part = np.zeros((len(devices), *c.stack_shape[1:]), jax.numpy.dtype(c.dtype))
         for row, device in enumerate(devices):

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from matrixfsdp_jax.layout import leaves as tree_leaves
-from matrixfsdp_jax.layout import report as layout_report
+from matrixfsdp_jax.layout import picture, report
 from matrixfsdp_jax.layout.packing import build_leaf
 from matrixfsdp_jax.layout.planner import make_plan
 from matrixfsdp_jax.layout.rules import route
@@ -60,15 +60,15 @@ class OwnerLayout:
 
     def report(self, **options: Any) -> str:
         """A table of who owns what, for people; see ``layout.report.render`` for the options."""
-        return layout_report.render(self.plan, **options)
+        return report.render(self.plan, **options)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan and its costs as JSON-ready data."""
-        return layout_report.to_dict(self.plan)
+        return report.to_dict(self.plan)
 
     def plot(self, path: Any) -> None:
         """Write the ownership picture to ``path``: devices across, waves down."""
-        layout_report.plot(self.plan, path)
+        picture.plot(self.plan, path)
 
     def __repr__(self) -> str:
         p = self.plan
@@ -227,10 +227,7 @@ class OwnerLayout:
         with jax.named_scope("mfsdp.gather"):
             waves = {
                 c.key: collectives.gather_waves(
-                    owned.stacks[c.key],
-                    self.owner_axis,
-                    gather_dtype=self._gather_dtype(c.dtype, dtype),
-                    reduce_dtype=self.plan.reduce_dtype,
+                    owned.stacks[c.key], self.owner_axis, **self._wire_dtypes(c.dtype, dtype)
                 )
                 for c in self.plan.classes
             }
@@ -302,15 +299,16 @@ class OwnerLayout:
     def _abstract_state(self, tx: optax.GradientTransformation) -> PyTree:
         return jax.eval_shape(tx.init, self.trainable(self.abstract))
 
-    def _gather_dtype(self, own: str, dtype: Any) -> Any:
-        if not is_inexact(own):
-            return own
-        return dtype or self.plan.gather_dtype or own
+    def _wire_dtypes(self, own: str, dtype: Any) -> dict[str, Any]:
+        """In what a leaf travels forward and its gradient back; only real floats are cast."""
+        if not is_inexact(own) or own.startswith("complex"):
+            return {"gather_dtype": own, "reduce_dtype": own}
+        gather_dtype = dtype or self.plan.gather_dtype or own
+        return {"gather_dtype": gather_dtype, "reduce_dtype": self.plan.reduce_dtype}
 
     def _gather_outside(
         self, values: dict[str, jax.Array], trainable: bool, dtype: Any
     ) -> dict[str, jax.Array]:
-        reduce_dtype = self.plan.reduce_dtype
         whole: dict[str, jax.Array] = {}
         replicated: list[LeafPlan] = []
         for lp in self._outside(trainable):
@@ -321,15 +319,15 @@ class OwnerLayout:
                 values[lp.leaf.path],
                 lp.shard_dim,
                 self.owner_axis,
-                gather_dtype=self._gather_dtype(lp.leaf.dtype, dtype),
-                reduce_dtype=reduce_dtype,
+                **self._wire_dtypes(lp.leaf.dtype, dtype),
             )
         paths = [lp.leaf.path for lp in replicated]
+        wire = [self._wire_dtypes(lp.leaf.dtype, dtype) for lp in replicated]
         shared = collectives.share(
             [values[p] for p in paths],
             self.owner_axis,
-            gather_dtypes=[self._gather_dtype(lp.leaf.dtype, dtype) for lp in replicated],
-            reduce_dtype=reduce_dtype,
+            gather_dtypes=[w["gather_dtype"] for w in wire],
+            reduce_dtypes=[w["reduce_dtype"] for w in wire],
         )
         return whole | dict(zip(paths, shared, strict=True))
 
@@ -365,7 +363,7 @@ class OwnerLayout:
                 "convert canonical parameters with layout.shard(params)"
             )
         expected = self.abstract
-        if jax.tree.structure(owned) != jax.tree.structure(expected):
+        if not _same_structure(owned, expected):
             raise ValueError(
                 f"owner params with stacks {sorted(owned.stacks)}, {len(owned.rest)} rest and "
                 f"{len(owned.frozen)} frozen leaves do not belong to this layout, which has "
@@ -379,6 +377,13 @@ class OwnerLayout:
                 raise ValueError(
                     f"stack {c.key!r} is {got.dtype}{list(got.shape)}, this layout expects "
                     f"{c.dtype}{list(shape)}; use the layout that sharded it"
+                )
+        for x in jax.tree.leaves(owned):
+            mesh = getattr(getattr(x, "sharding", None), "mesh", None)
+            if isinstance(mesh, Mesh) and mesh != self.mesh:
+                raise ValueError(
+                    f"owner params lie on {mesh}, this layout is bound to {self.mesh}; to change "
+                    "the mesh, unshard with the old layout and shard with the new one"
                 )
 
 
@@ -467,15 +472,22 @@ def _checked_axes(mesh: Mesh, owner_axis: str | Sequence[str]) -> tuple[str, ...
     return axes
 
 
+def _same_structure(a: PyTree, b: PyTree) -> bool:
+    structure: Any = jax.tree.structure
+    return bool(structure(a) == structure(b))
+
+
 def _dtype_name(argument: str, dtype: Any) -> str:
     try:
         return jnp.dtype(dtype).name
     except TypeError as error:
-        raise ValueError(f"{argument}={dtype!r} is not a dtype; give one like 'bfloat16'") from error
+        raise ValueError(
+            f"{argument}={dtype!r} is not a dtype; give one like 'bfloat16'"
+        ) from error
 
 
 def _check_x64(routed: Sequence[tuple[Any, Any]]) -> None:
-    if jax.config.jax_enable_x64:
+    if jax.config.read("jax_enable_x64"):
         return
     for leaf, _ in routed:
         if leaf.dtype in ("float64", "int64", "uint64", "complex128"):

@@ -125,7 +125,9 @@ def global_norm(tree: OwnerParams, layout: OwnerLayout) -> jax.Array:
         flat = jax.tree.leaves(tree)
         flat_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
         zero = jnp.zeros((), jnp.float32)
-        split = sum((_sum_squares(x) for x, s in zip(flat, flat_specs, strict=True) if any(s)), zero)
+        split = sum(
+            (_sum_squares(x) for x, s in zip(flat, flat_specs, strict=True) if any(s)), zero
+        )
         whole = sum(
             (_sum_squares(x) for x, s in zip(flat, flat_specs, strict=True) if not any(s)), zero
         )

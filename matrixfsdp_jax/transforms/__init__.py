@@ -1,0 +1,1 @@
+"""Optax transformations on trees of matrices; know no mesh."""

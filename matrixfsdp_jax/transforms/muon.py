@@ -28,7 +28,7 @@ class MuonState(NamedTuple):
     mu: exponential average of the gradients, in the structure of the updates.
     """
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # hides tuple.count, as optax states do
     mu: PyTree
 
 
@@ -102,7 +102,7 @@ def orthogonalize_stacks(
       local: the part of such a table that belongs to the stacks at hand.
       ns_steps: number of Newton-Schulz steps.
       ns_coefficients: name of a coefficient table, or its rows.
-      eps: added to the norm of a matrix whose largest entry is in [0.5, 1).
+      eps: added to the norm of a matrix whose largest entry was scaled into [1, 2).
       ns_dtype: dtype of the iteration; see ``linalg.orthogonalize``.
 
     Stateless. A zero matrix (a pad slot) stays exactly zero.
@@ -171,5 +171,6 @@ def check_number(
         return
     in_range = (value > low if above_low else value >= low) and (below is None or value < below)
     if not (np.isfinite(value) and in_range):
-        start = f"> {low}" if above_low else f">= {low}"
-        raise ValueError(f"{name}={value} must be {start}" + f" and < {below}" * (below is not None))
+        bounds = f"> {low}" if above_low else f">= {low}"
+        bounds += "" if below is None else f" and < {below}"
+        raise ValueError(f"{name}={value} must be a finite number {bounds}")

@@ -1,0 +1,239 @@
+"""Train a byte-level GPT on the Python standard library: Muon on whole-matrix owners, or AdamW.
+
+    python examples/train_gpt.py train --optimizer muon --steps 300
+    python examples/train_gpt.py demo     # Muon and AdamW from one seed, both curves in one picture
+    python examples/train_gpt.py grid     # the learning rates that the demo uses
+
+Without an accelerator it runs on simulated CPU devices.
+"""
+
+import itertools
+import math
+import os
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from gpt.config import GRID, ComputeDtype, Config, Optimizer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    help="A byte-level GPT on the sources of the Python standard library.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+SIMULATED = 8
+COUNT_FLAG = "--xla_force_host_platform_device_count"
+Records = list[dict[str, Any]]
+DEFAULT = Config()
+
+Devices = Annotated[
+    int | None,
+    typer.Option(min=1, help="Devices to use.  [default: all; 8 simulated ones on CPU]"),
+]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of parameters, batches and sample.")]
+Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps.")]
+Out = Annotated[Path, typer.Option(help="Folder that holds the run's folder.")]
+Name = Annotated[
+    str | None,
+    typer.Option(help="Name of the run's folder.  [default: the first free one of its kind]"),
+]
+
+
+@app.command()
+def train(
+    optimizer: Annotated[Optimizer, typer.Option()] = DEFAULT.optimizer,
+    steps: Steps = DEFAULT.steps,
+    lr: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Peak learning rate.  [default: best of the grid]"),
+    ] = None,
+    rest_lr: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="That of AdamW for what is no matrix, with muon."),
+    ] = None,
+    weight_decay: Annotated[
+        float, typer.Option(min=0.0, help="Of the matrices; times the learning rate.")
+    ] = DEFAULT.weight_decay,
+    layers: Annotated[int, typer.Option(min=1)] = DEFAULT.layers,
+    width: Annotated[int, typer.Option(min=2)] = DEFAULT.width,
+    heads: Annotated[int, typer.Option(min=1)] = DEFAULT.heads,
+    context: Annotated[int, typer.Option(min=1, help="Bytes that the model sees.")] = (
+        DEFAULT.context
+    ),
+    batch: Annotated[int, typer.Option(min=1, help="Windows per step, over all devices.")] = (
+        DEFAULT.batch
+    ),
+    accumulate: Annotated[
+        int, typer.Option(min=1, help="Micro-batches that a device makes of its part.")
+    ] = DEFAULT.accumulate,
+    compute_dtype: Annotated[
+        ComputeDtype, typer.Option(help="Dtype in which parameters are gathered and used.")
+    ] = DEFAULT.compute_dtype,
+    eval_every: Annotated[int, typer.Option(min=1, help="Steps between evaluations.")] = (
+        DEFAULT.eval_every
+    ),
+    devices: Devices = None,
+    seed: Seed = DEFAULT.seed,
+    name: Name = None,
+    out: Out = Path("runs"),
+) -> None:
+    """Train one model; leaves metrics, pictures and a sample in OUT/NAME."""
+    with flag_errors():
+        config = Config(
+            optimizer=optimizer,
+            lr=lr,
+            rest_lr=rest_lr,
+            weight_decay=weight_decay,
+            layers=layers,
+            width=width,
+            heads=heads,
+            context=context,
+            batch=batch,
+            accumulate=accumulate,
+            steps=steps,
+            eval_every=eval_every,
+            seed=seed,
+            compute_dtype=compute_dtype,
+        )
+        folder = run_folder(out, name, optimizer.value)
+    runs = train_all({folder: config}, devices)
+    if not runs[folder]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def demo(
+    steps: Steps = DEFAULT.steps,
+    devices: Devices = None,
+    seed: Seed = DEFAULT.seed,
+    name: Name = None,
+    out: Out = Path("runs"),
+) -> None:
+    """Train Muon and AdamW from one seed, each at its best rate, and compare them."""
+    with flag_errors():
+        folder = run_folder(out, name, "demo")
+        configs = {
+            folder / optimizer: Config(optimizer=optimizer, steps=steps, seed=seed)
+            for optimizer in Optimizer
+        }
+    runs = train_all(configs, devices)
+    if not all(runs.values()):
+        raise typer.Exit(1)
+    compare(folder, {config.label: runs[path] for path, config in configs.items()})
+
+
+@app.command()
+def grid(
+    steps: Steps = DEFAULT.steps,
+    devices: Devices = None,
+    seed: Seed = DEFAULT.seed,
+    name: Name = None,
+    out: Out = Path("runs"),
+) -> None:
+    """Train at each learning rate of the small grid and print the held-out losses."""
+    with flag_errors():
+        folder = run_folder(out, name, "grid")
+        configs = {
+            folder / f"{optimizer}-{lr:g}": Config(optimizer, lr, steps=steps, seed=seed)
+            for optimizer, rates in GRID.items()
+            for lr in rates
+        }
+    runs = train_all(configs, devices)
+    table = Table("optimizer", "learning rate", "held-out nats per byte")
+    for path, config in configs.items():
+        loss = f"{runs[path][-1]['held_out_loss']:.3f}" if runs[path] else "diverged"
+        table.add_row(config.optimizer.value, f"{config.matrix_rate:g}", loss)
+    Console().print(table)
+
+
+@contextmanager
+def flag_errors() -> Iterator[None]:
+    """Show what is wrong with the flags as an error of the command line, not as a traceback."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def run_folder(out: Path, name: str | None, kind: str) -> Path:
+    """``out/name``, or the first of ``out/kind``, ``out/kind-2``, ... that is free.
+
+    Raises:
+      ValueError: if a named folder holds something already.
+    """
+    if name is None:
+        names = itertools.chain([kind], (f"{kind}-{k}" for k in itertools.count(2)))
+        return next(out / each for each in names if not (out / each).exists())
+    folder = out / name
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and is not empty; give another --name, or delete it")
+    return folder
+
+
+def train_all(configs: dict[Path, Config], num_devices: int | None) -> dict[Path, Records]:
+    """Train one config after the other; the records of a run that diverges are empty."""
+    simulate_cpu_devices(num_devices or SIMULATED)
+    from gpt import data, training  # jax starts here, after its flags
+
+    with flag_errors():
+        devices = training.pick_devices(num_devices)
+        for config in configs.values():
+            config.check_batch(len(devices))
+        corpus = data.load_corpus()
+    console = Console(highlight=False)
+    console.print(
+        f"{len(devices)} x {devices[0].device_kind}; {len(corpus.train):,} bytes to train on, "
+        f"{len(corpus.held_out):,} held out"
+    )
+    runs: dict[Path, Records] = {}
+    for folder, config in configs.items():
+        console.rule(config.label)
+        try:
+            runs[folder] = training.train(
+                config, corpus, folder, console, devices, brief=bool(runs)
+            )
+        except training.Diverged as error:
+            console.print(str(error), style="red")
+            runs[folder] = []
+        console.print(f"wrote {folder}{os.sep}")
+    return runs
+
+
+def simulate_cpu_devices(num: int) -> None:
+    """Let the CPU stand for ``num`` devices, unless the user said so; accelerators take no notice.
+
+    Must come before the first import of jax.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if COUNT_FLAG not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {COUNT_FLAG}={num}".strip()
+
+
+def compare(folder: Path, runs: dict[str, Records]) -> None:
+    """The held-out losses of the demo's two runs as a table and a picture."""
+    from gpt import plots
+
+    console = Console(highlight=False)
+    table = Table("", "held-out nats per byte", "bits per byte", "tokens/s")
+    for label, records in runs.items():
+        loss = records[-1]["held_out_loss"]
+        speed = statistics.median(r["tokens_per_s"] for r in records[1:])
+        table.add_row(label, f"{loss:.3f}", f"{loss / math.log(2):.3f}", f"{speed:,.0f}")
+    console.print(table)
+    muon, adamw = runs.values()
+    step = plots.first_step_below(muon, adamw[-1]["held_out_loss"])
+    if step is not None:
+        console.print(f"Muon comes to AdamW's final loss at step {step:.0f} of {muon[-1]['step']}.")
+    picture = folder / "compare.png"
+    plots.plot_comparison(picture, runs, "Byte-level GPT on the Python standard library")
+    console.print(f"wrote {picture}")
+
+
+if __name__ == "__main__":
+    app()
