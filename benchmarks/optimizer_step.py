@@ -103,14 +103,14 @@ def floor_sides(mesh: Any, layout: mfsdp.OwnerLayout, steps: int = 5) -> dict[st
         for c in layout.plan.classes
     }
     sides: dict[str, Side] = {}
-    for name, fn in (("by matrix", by_matrix), ("batched", products)):
+    for name, fn in (("one by one", by_matrix), ("batched", products)):
 
         def run(stacks: Any, fn: Any = fn) -> Any:
             return jax.tree.map(fn, stacks)
 
         specs = layout.specs.stacks
         mapped = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=specs)
-        sides[f"matmul floor, {name}"] = jax.jit(mapped), (stacks,)
+        sides[f"matmul {name}"] = jax.jit(mapped), (stacks,)
     return sides
 
 
@@ -147,7 +147,7 @@ def main() -> None:
     owner, layout = owner_side(mesh, params, grads)
     sides = {
         "owner muon": owner,
-        "optax.contrib.muon on P('fsdp', None)": fsdp_side(mesh, params, grads),
+        "optax, FSDP rows": fsdp_side(mesh, params, grads),
         **floor_sides(mesh, layout),
     }
     results = measure(sides, ARGS.rounds)
@@ -162,7 +162,7 @@ def report(results: dict[str, dict[str, Any]], flops: float, count: int) -> None
         f"{os.cpu_count()} cores ({platform.machine()}), JAX {jax.__version__}, "
         f"optax {optax.__version__}, {ARGS.rounds} rounds in turn"
     )
-    table = Table("", "median ms", "quartiles", "GFLOP/s", "compile s", "collectives", "temp MB")
+    table = Table("", "ms", "quartiles", "GFLOP/s", "compile s", "collectives", "temp MB")
     for name, r in results.items():
         low, median, high = np.percentile(r["times"], [25, 50, 75])
         table.add_row(

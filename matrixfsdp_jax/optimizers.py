@@ -1,7 +1,7 @@
 """The ready optimizers: they only assemble transforms, routes and a layout."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -122,20 +122,31 @@ def muon(
         scale_fn(scale),
     )
     rest = optax.adamw(3e-4) if rest is None else rest
-    rate = optax.scale_by_learning_rate(learning_rate)
     if layout is None:
         decay = optax.add_decayed_weights(weight_decay, weight_decay_mask)
+        rate = optax.scale_by_learning_rate(learning_rate)
         return _route_tree(
             lambda routes: optax.chain(core.on_tree(routes), decay, rate), rest, rules
         )
     _refuse_rules(rules)
     keep = _decay_tables(layout, weight_decay_mask)
 
-    def matrix(local: Any) -> optax.GradientTransformation:
-        decay = decay_stacks(weight_decay, keep, local)
-        return optax.chain(core.on_stacks(layout.plan.classes, local), decay, rate)
+    def matrix(
+        local: Any, learning_rate: Any, weight_decay: Any, **numbers: Any
+    ) -> optax.GradientTransformation:
+        return optax.chain(
+            replace(core, **numbers).on_stacks(layout.plan.classes, local),
+            decay_stacks(weight_decay, keep, local),
+            optax.scale_by_learning_rate(learning_rate),
+        )
 
-    return _route_owned(on_owners(matrix, layout), rest, layout)
+    numbers = {
+        "learning_rate": learning_rate,
+        "weight_decay": weight_decay,
+        "momentum": momentum,
+        "eps": eps,
+    }
+    return _route_owned(on_owners(matrix, layout, **numbers), rest, layout)
 
 
 def scale_by_muon(
@@ -170,7 +181,11 @@ def scale_by_muon(
     if layout is None:
         return _route_tree(core.on_tree, optax.identity(), rules)
     _refuse_rules(rules)
-    tx = on_owners(lambda local: core.on_stacks(layout.plan.classes, local), layout)
+
+    def matrix(local: Any, **numbers: Any) -> optax.GradientTransformation:
+        return replace(core, **numbers).on_stacks(layout.plan.classes, local)
+
+    tx = on_owners(matrix, layout, momentum=momentum, eps=eps)
     return _route_owned(tx, optax.identity(), layout)
 
 
@@ -216,6 +231,12 @@ class _MuonCore:
 
     def __post_init__(self) -> None:
         """Bad options raise here, at construction, and not in the step."""
+        if isinstance(self.ns_steps, jax.Array):
+            raise TypeError(
+                "ns_steps must be a Python int, but is an array; with optax.inject_hyperparams give "
+                'static_args=("ns_steps",), and name there also any function you pass that is no '
+                "schedule (scale, weight_decay_mask)"
+            )
         self._momentum()
         self._orthogonalize((), jnp.asarray)
 

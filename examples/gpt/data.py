@@ -1,5 +1,6 @@
 """Real text that every Python has: the sources of its own standard library, as bytes."""
 
+import os
 import sysconfig
 import zlib
 from collections.abc import Iterator
@@ -23,8 +24,11 @@ class Corpus(NamedTuple):
 
 def source_files(root: Path) -> list[Path]:
     """The ``.py`` files under ``root``, sorted by relative path, without `SKIPPED` folders."""
-    files = (f for f in root.rglob("*.py") if not SKIPPED & set(f.relative_to(root).parts))
-    return sorted(files, key=lambda f: f.relative_to(root).as_posix())
+    files = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = set(subfolders) - SKIPPED
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(files, key=lambda file: file.relative_to(root).as_posix())
 
 
 def is_held_out(path: str) -> bool:

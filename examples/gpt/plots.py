@@ -35,11 +35,12 @@ def plot_run(path: Path, records: Records, title: str) -> None:
     trained = [r for r in records if "loss" in r]
     steps = np.array([r["step"] for r in trained])
     losses = np.array([r["loss"] for r in trained])
-    span = max(1, len(losses) // 30)
-    smooth = np.convolve(losses, np.ones(span) / span, mode="valid")
     figure, axes = _figure(title)
-    axes.plot(steps, losses, color="0.8", linewidth=0.8, label="training, each step")
-    axes.plot(steps[span - 1 :], smooth, color="0.4", label=f"training, mean of {span} steps")
+    axes.plot(steps, losses, color="0.75", linewidth=0.8, label="training, each step")
+    span = len(losses) // 30
+    if span > 1:
+        smooth = np.convolve(losses, np.ones(span) / span, mode="valid")
+        axes.plot(steps[span - 1 :], smooth, color="0.4", label=f"training, mean of {span} steps")
     held_steps, held = held_out_curve(records)
     axes.plot(held_steps, held, "o-", color=COLORS[0], markersize=4, label="held out")
     axes.legend(frameon=False)

@@ -8,6 +8,7 @@ applies them to a tree and checks every decision. Only paths, shapes and dtypes 
 import fnmatch
 import glob
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -278,6 +279,7 @@ def route(
             f"the tree has no leaf to route, got a {type(tree).__name__} without arrays; "
             "give the model's parameters, or their shapes as jax.ShapeDtypeStruct"
         )
+    _refuse_ambiguous(paths)
     _refuse_tied(paths, values)
     described = [leaves.describe(p, v) for p, v in zip(paths, values, strict=True)]
     decide = _decider(rules, described, allow_unused)
@@ -414,6 +416,16 @@ def _view_problem(leaf: Leaf, view: MatrixView) -> str | None:
             f"sizes that add up to the {side} {view.split_side} of the matrix"
         )
     return None
+
+
+def _refuse_ambiguous(paths: list[str]) -> None:
+    """Layouts know leaves by path: of two leaves of one path, one would be lost."""
+    twice = [path for path, count in Counter(paths).items() if count > 1]
+    if twice:
+        raise ValueError(
+            f"two leaves have the path {twice[0]!r}, because a key of the tree holds a '/' itself; "
+            "rename that key"
+        )
 
 
 def _refuse_tied(paths: list[str], values: list[Any]) -> None:

@@ -115,6 +115,11 @@ def value_and_grad(
 
     def fn(owned: "OwnerParams", batch: PyTree, key: jax.Array | None = None) -> Any:
         if collectives.manual_over(axis):
+            if not collectives.varying_axes(collectives.device_index(axis)):
+                raise ValueError(
+                    "layout.value_and_grad needs jax.shard_map(..., check_vma=True), the default; "
+                    "without it JAX makes the gradient of a mean over N devices N times too large"
+                )
             return local(owned, batch, key)
         mapped = jax.shard_map(
             local,
@@ -133,10 +138,13 @@ def batch_specs(layout: "OwnerLayout", batch: PyTree, parts: int = 1) -> PyTree:
     Raises:
       ValueError: if a leaf does not divide into ``N * parts`` equal parts.
     """
-    pieces = layout.num_devices * parts
+    processes = len({d.process_index for d in layout.mesh.devices.flat})
 
     def spec(keys: Any, leaf: Any) -> P:
         shape = jnp.shape(leaf)
+        pieces = layout.num_devices * parts
+        if isinstance(leaf, np.ndarray):  # this process's own examples
+            pieces //= processes
         if not shape or shape[0] % pieces or shape[0] == 0:
             size = shape[0] if shape else "no dim 0"
             what = f"{layout.num_devices} devices" + (f" x {parts} micro-batches" * (parts > 1))
@@ -159,16 +167,17 @@ def shard_batch(layout: "OwnerLayout", batch: PyTree) -> PyTree:
         whole global batch); jax arrays are global, and are moved if they lie otherwise.
 
     Returns:
-      Global arrays with sharding ``P(owner_axis, None, ...)``. Traced values pass unchanged.
+      Global arrays with sharding ``P(owner_axis, None, ...)``; also for traced values, since an
+      Explicit mesh refuses a batch whose type is sharded otherwise.
     """
 
     def put(x: Any) -> Any:
-        if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
-            return x
         spec = P(layout.axis_entry, *[None] * (np.ndim(x) - 1))
         sharding = NamedSharding(layout.mesh, spec)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         if isinstance(x, jax.Array):
-            return x if x.sharding == sharding else jax.device_put(x, sharding)
+            return jax.device_put(x, sharding)
         return jax.make_array_from_process_local_data(sharding, np.asarray(x))
 
     return jax.tree.map(put, batch)

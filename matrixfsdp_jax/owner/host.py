@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 
 
 def check_leaf(leaf: Leaf, value: Any) -> None:
-    """Refuse an array whose shape or dtype is not the planned one."""
+    """Refuse what holds no values, or whose shape or dtype is not the planned one."""
+    if isinstance(value, jax.ShapeDtypeStruct | jax.core.Tracer):
+        raise TypeError(
+            f"leaf {leaf.path!r} has no values here, it is a {type(value).__name__}; layout.shard "
+            "runs outside jit, on arrays or on functions that return them"
+        )
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is None or dtype is None:
         value = np.asarray(value)

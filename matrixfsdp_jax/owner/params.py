@@ -3,7 +3,7 @@
 Shape legend: ``N`` devices on the owner axis, ``W`` waves, ``m x n`` a stored matrix.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -18,12 +18,14 @@ from jax.sharding import PartitionSpec as P
 from matrixfsdp_jax.layout import leaves as tree_leaves
 from matrixfsdp_jax.layout import picture, report
 from matrixfsdp_jax.layout.packing import build_leaf
-from matrixfsdp_jax.layout.planner import make_plan
+from matrixfsdp_jax.layout.planner import CAST_DTYPES, make_plan
 from matrixfsdp_jax.layout.rules import route
-from matrixfsdp_jax.layout.spec import LeafPlan, Matrix, Plan, is_inexact
+from matrixfsdp_jax.layout.spec import Leaf, LeafPlan, Matrix, Plan, is_inexact
 from matrixfsdp_jax.owner import collectives, gradients, host
 
 PyTree = Any
+
+_WIDE_DTYPES = ("float64", "int64", "uint64", "complex128")
 
 
 class OwnerParams(NamedTuple):
@@ -223,14 +225,17 @@ class OwnerLayout:
                 "inside jax.shard_map over them; use layout.value_and_grad or mfsdp.train_step, "
                 "or layout.unshard for the canonical parameters outside"
             )
+        dtype = None if dtype is None else _dtype_name("dtype", dtype)
+        if dtype not in (None, *CAST_DTYPES):
+            raise ValueError(f"dtype={dtype!r} must be one of {', '.join(CAST_DTYPES)}")
         self.check_owned(owned, local=True)
         with jax.named_scope("mfsdp.gather"):
-            waves = {
-                c.key: collectives.gather_waves(
-                    owned.stacks[c.key], self.owner_axis, **self._wire_dtypes(c.dtype, dtype)
-                )
-                for c in self.plan.classes
-            }
+            waves = {}
+            for c in self.plan.classes:
+                with jax.named_scope(c.key):
+                    waves[c.key] = collectives.gather_waves(
+                        owned.stacks[c.key], self.owner_axis, **self._wire_dtypes(c.dtype, dtype)
+                    )
             outside = self._gather_outside(owned.rest, True, dtype)
             outside |= self._gather_outside(owned.frozen, False, dtype)
         full = [
@@ -315,12 +320,13 @@ class OwnerLayout:
             if lp.shard_dim is None:
                 replicated.append(lp)
                 continue
-            whole[lp.leaf.path] = collectives.gather_dim(
-                values[lp.leaf.path],
-                lp.shard_dim,
-                self.owner_axis,
-                **self._wire_dtypes(lp.leaf.dtype, dtype),
-            )
+            with jax.named_scope(lp.leaf.path):
+                whole[lp.leaf.path] = collectives.gather_dim(
+                    values[lp.leaf.path],
+                    lp.shard_dim,
+                    self.owner_axis,
+                    **self._wire_dtypes(lp.leaf.dtype, dtype),
+                )
         paths = [lp.leaf.path for lp in replicated]
         wire = [self._wire_dtypes(lp.leaf.dtype, dtype) for lp in replicated]
         shared = collectives.share(
@@ -335,6 +341,7 @@ class OwnerLayout:
         """The leaves of ``params`` after checking paths, shapes and dtypes against the plan."""
         paths, values, _ = tree_leaves.flatten(params)
         planned = [lp.leaf for lp in self.plan.leaves]
+        _check_dtypes(planned)
         if set(paths) != {leaf.path for leaf in planned} or len(paths) != len(planned):
             missing = sorted({leaf.path for leaf in planned} - set(paths))
             extra = sorted(set(paths) - {leaf.path for leaf in planned})
@@ -370,15 +377,15 @@ class OwnerLayout:
                 f"{sorted(expected.stacks)}, {len(expected.rest)} and {len(expected.frozen)}; "
                 "use the layout that sharded them"
             )
-        for c in self.plan.classes:
-            shape = (1, *c.stack_shape[1:]) if local else c.stack_shape
-            got = owned.stacks[c.key]
-            if tuple(got.shape) != shape or got.dtype != jnp.dtype(c.dtype):
+        got = jax.tree.leaves(owned)
+        for (keys, want), x in zip(jtu.tree_leaves_with_path(expected), got, strict=True):
+            shape = want.sharding.shard_shape(want.shape) if local else want.shape
+            if jnp.shape(x) != shape or x.dtype != want.dtype:
                 raise ValueError(
-                    f"stack {c.key!r} is {got.dtype}{list(got.shape)}, this layout expects "
-                    f"{c.dtype}{list(shape)}; use the layout that sharded it"
+                    f"owner params{jtu.keystr(keys)} is {x.dtype}{list(x.shape)}, this layout "
+                    f"expects {want.dtype}{list(shape)}; use the layout that sharded it"
                 )
-        for x in jax.tree.leaves(owned):
+        for x in got:
             mesh = getattr(getattr(x, "sharding", None), "mesh", None)
             if isinstance(mesh, Mesh) and mesh != self.mesh:
                 raise ValueError(
@@ -435,7 +442,7 @@ def plan(
     for axis in axes:
         num_devices *= mesh.shape[axis]
     routed = route(params, rules)
-    _check_x64(routed)
+    _check_dtypes(leaf for leaf, _ in routed)
     bound = make_plan(
         routed,
         num_devices,
@@ -486,11 +493,16 @@ def _dtype_name(argument: str, dtype: Any) -> str:
         ) from error
 
 
-def _check_x64(routed: Sequence[tuple[Any, Any]]) -> None:
-    if jax.config.read("jax_enable_x64"):
-        return
-    for leaf, _ in routed:
-        if leaf.dtype in ("float64", "int64", "uint64", "complex128"):
+def _check_dtypes(leaves: Iterable[Leaf]) -> None:
+    """Refuse leaves that would not be held as they are."""
+    wide = () if jax.config.read("jax_enable_x64") else _WIDE_DTYPES
+    for leaf in leaves:
+        if leaf.dtype.startswith("key<"):
+            raise ValueError(
+                f"leaf {leaf.path!r} is a random key ({leaf.dtype}), not a parameter; split it off "
+                "(nnx.split(model, nnx.Param, ...)) and give it to the step as key="
+            )
+        if leaf.dtype in wide:
             raise ValueError(
                 f"leaf {leaf.path!r} is {leaf.dtype}, which JAX would cut to 32 bits; cast it "
                 "first, or enable 64 bits (jax.enable_x64)"

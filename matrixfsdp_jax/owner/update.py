@@ -6,6 +6,7 @@ mesh in mind. It is given as ``make(local)``: ``local(table)`` is the part of a 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,22 +24,29 @@ from matrixfsdp_jax.owner.params import OwnerLayout, OwnerParams
 
 PyTree = Any
 Local = Callable[[Any], jax.Array]
-MakeStackTransform = Callable[[Local], optax.GradientTransformation]
+MakeStackTransform = Callable[..., optax.GradientTransformation]
 
 
 def on_owners(
-    make: MakeStackTransform, layout: OwnerLayout
+    make: MakeStackTransform, layout: OwnerLayout, **hyperparams: Any
 ) -> optax.GradientTransformationExtraArgs:
     """A stack transform run by the owners, each on its own matrices.
 
     Works on global stacks (it then runs under ``jax.shard_map``, so nothing is left to the
     partitioner) and on local ones inside a ``shard_map`` over the owner axis (never nested).
-    Extra arguments are replicated.
+    Extra arguments are replicated. ``make(local, **hyperparams)`` may be given arrays: those of
+    ``optax.inject_hyperparams`` are traced, and a ``shard_map`` over Explicit axes closes over
+    none, so they enter it as arguments.
 
     Collectives: none but those of the transform itself.
     """
     axis = layout.owner_axis
-    tx = optax.with_extra_args_support(make(lambda table: collectives.local_slots(table, axis)))
+    arrays = {k: v for k, v in hyperparams.items() if isinstance(v, jax.Array)}
+    fixed = {k: v for k, v in hyperparams.items() if k not in arrays}
+
+    def build(arrays: dict[str, jax.Array]) -> optax.GradientTransformationExtraArgs:
+        local = partial(collectives.local_slots, axis=axis)
+        return optax.with_extra_args_support(make(local, **fixed, **arrays))
 
     def lift(fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         if collectives.manual_over(axis):
@@ -46,25 +54,26 @@ def on_owners(
         return jax.shard_map(fn, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs)
 
     def init(stacks: PyTree) -> PyTree:
-        if collectives.manual_over(axis):
-            return tx.init(stacks)
-        specs = layout.tree_specs(jax.eval_shape(tx.init, stacks))
-        return lift(tx.init, (layout.specs.stacks,), specs)(stacks)
+        specs = layout.tree_specs(jax.eval_shape(build(arrays).init, stacks))
+        lifted = lift(lambda s, a: build(a).init(s), (layout.specs.stacks, P()), specs)
+        return lifted(stacks, arrays)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:
         specs, state_specs = layout.specs.stacks, layout.tree_specs(state)
 
-        def run(updates: PyTree, state: PyTree, params: PyTree, extra: PyTree) -> Any:
-            return tx.update(updates, state, params, **extra)
+        def run(
+            updates: PyTree, state: PyTree, params: PyTree, extra: PyTree, arrays: PyTree
+        ) -> Any:
+            return build(arrays).update(updates, state, params, **extra)
 
         lifted = lift(
             run,
-            (specs, state_specs, None if params is None else specs, P()),
+            (specs, state_specs, None if params is None else specs, P(), P()),
             (specs, state_specs),
         )
-        return lifted(updates, state, params, extra)
+        return lifted(updates, state, params, extra, arrays)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
