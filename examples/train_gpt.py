@@ -1,6 +1,6 @@
 """Train a byte-level GPT on the Python standard library: Muon on whole-matrix owners, or AdamW.
 
-    python examples/train_gpt.py train --optimizer muon --steps 300
+    python examples/train_gpt.py train --optimizer muon --steps 200
     python examples/train_gpt.py demo     # Muon and AdamW from one seed, both curves in one picture
     python examples/train_gpt.py grid     # the learning rates that the demo uses
 
@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from gpt.config import GRID, ComputeDtype, Config, Optimizer
+from gpt.config import GRID, REST_LEARNING_RATE, ComputeDtype, Config, Optimizer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -34,28 +35,34 @@ DEFAULT = Config()
 
 Devices = Annotated[
     int | None,
-    typer.Option(min=1, help="Devices to use.  [default: all; 8 simulated ones on CPU]"),
+    typer.Option(min=1, help="Devices to use.", show_default="all; on CPU 8 simulated ones"),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of parameters, batches and sample.")]
 Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps.")]
 Out = Annotated[Path, typer.Option(help="Folder that holds the run's folder.")]
 Name = Annotated[
     str | None,
-    typer.Option(help="Name of the run's folder.  [default: the first free one of its kind]"),
+    typer.Option(help="Name of the run's folder.", show_default="the first that is free"),
 ]
 
 
 @app.command()
 def train(
-    optimizer: Annotated[Optimizer, typer.Option()] = DEFAULT.optimizer,
+    optimizer: Annotated[
+        Optimizer, typer.Option(help="What updates the matrices.")
+    ] = DEFAULT.optimizer,
     steps: Steps = DEFAULT.steps,
     lr: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Peak learning rate.  [default: best of the grid]"),
+        typer.Option(min=0.0, help="Peak learning rate.", show_default="best of the grid"),
     ] = None,
     rest_lr: Annotated[
         float | None,
-        typer.Option(min=0.0, help="That of AdamW for what is no matrix, with muon."),
+        typer.Option(
+            min=0.0,
+            help="That of AdamW for what is no matrix, with muon.",
+            show_default=str(REST_LEARNING_RATE),
+        ),
     ] = None,
     weight_decay: Annotated[
         float, typer.Option(min=0.0, help="Of the matrices; times the learning rate.")
@@ -145,7 +152,7 @@ def grid(
             for lr in rates
         }
     runs = train_all(configs, devices)
-    table = Table("optimizer", "learning rate", "held-out nats per byte")
+    table = Table("optimizer", "learning rate", "held-out nats per byte", box=box.SIMPLE_HEAD)
     for path, config in configs.items():
         loss = f"{runs[path][-1]['held_out_loss']:.3f}" if runs[path] else "diverged"
         table.add_row(config.optimizer.value, f"{config.matrix_rate:g}", loss)
@@ -220,7 +227,7 @@ def compare(folder: Path, runs: dict[str, Records]) -> None:
     from gpt import plots
 
     console = Console(highlight=False)
-    table = Table("", "held-out nats per byte", "bits per byte", "tokens/s")
+    table = Table("", "held-out nats per byte", "bits per byte", "tokens/s", box=box.SIMPLE_HEAD)
     for label, records in runs.items():
         loss = records[-1]["held_out_loss"]
         speed = statistics.median(r["tokens_per_s"] for r in records[1:])
@@ -229,7 +236,7 @@ def compare(folder: Path, runs: dict[str, Records]) -> None:
     muon, adamw = runs.values()
     step = plots.first_step_below(muon, adamw[-1]["held_out_loss"])
     if step is not None:
-        console.print(f"Muon comes to AdamW's final loss at step {step:.0f} of {muon[-1]['step']}.")
+        console.print(f"Muon reaches AdamW's final loss at step {step:.0f} of {muon[-1]['step']}.")
     picture = folder / "compare.png"
     plots.plot_comparison(picture, runs, "Byte-level GPT on the Python standard library")
     console.print(f"wrote {picture}")

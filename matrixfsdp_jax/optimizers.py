@@ -11,6 +11,7 @@ import optax
 
 from matrixfsdp_jax.layout.rules import route
 from matrixfsdp_jax.layout.spec import Leaf, LeafRoute, Matrix, ShapeClass, is_inexact
+from matrixfsdp_jax.owner.collectives import manual_over
 from matrixfsdp_jax.owner.params import OwnerLayout, OwnerParams
 from matrixfsdp_jax.owner.update import global_norm, on_canonical, on_owners
 from matrixfsdp_jax.transforms.muon import (
@@ -123,11 +124,17 @@ def muon(
     )
     rest = optax.adamw(3e-4) if rest is None else rest
     if layout is None:
-        decay = optax.add_decayed_weights(weight_decay, weight_decay_mask)
-        rate = optax.scale_by_learning_rate(learning_rate)
-        return _route_tree(
-            lambda routes: optax.chain(core.on_tree(routes), decay, rate), rest, rules
-        )
+
+        def on_tree(routes: Routes, tree: PyTree) -> optax.GradientTransformation:
+            # A function sees the whole tree here; optax would hide the rest from it.
+            mask = weight_decay_mask(tree) if callable(weight_decay_mask) else weight_decay_mask
+            return optax.chain(
+                core.on_tree(routes),
+                optax.add_decayed_weights(weight_decay, mask),
+                optax.scale_by_learning_rate(learning_rate),
+            )
+
+        return _route_tree(on_tree, rest, rules)
     _refuse_rules(rules)
     keep = _decay_tables(layout, weight_decay_mask)
 
@@ -179,7 +186,7 @@ def scale_by_muon(
         scale_fn(scale),
     )
     if layout is None:
-        return _route_tree(core.on_tree, optax.identity(), rules)
+        return _route_tree(lambda routes, _: core.on_tree(routes), optax.identity(), rules)
     _refuse_rules(rules)
 
     def matrix(local: Any, **numbers: Any) -> optax.GradientTransformation:
@@ -233,9 +240,9 @@ class _MuonCore:
         """Bad options raise here, at construction, and not in the step."""
         if isinstance(self.ns_steps, jax.Array):
             raise TypeError(
-                "ns_steps must be a Python int, but is an array; with optax.inject_hyperparams give "
-                'static_args=("ns_steps",), and name there also any function you pass that is no '
-                "schedule (scale, weight_decay_mask)"
+                "ns_steps must be a Python int, but is an array; optax.inject_hyperparams needs "
+                'static_args=("ns_steps",), and there also the name of any function you give that '
+                "is no schedule (scale, weight_decay_mask)"
             )
         self._momentum()
         self._orthogonalize((), jnp.asarray)
@@ -325,10 +332,18 @@ def _check_owned(layout: OwnerLayout, owned: Any) -> None:
             f"are not those of {layout!r}, with {sorted(expected.stacks)} and "
             f"{len(expected.rest)}; use the layout that sharded them"
         )
+    devices = 1 if manual_over(layout.owner_axis) else layout.num_devices
+    for c in layout.plan.classes:
+        shape = getattr(owned.stacks[c.key], "shape", None)  # None where optax masked it out
+        if shape not in (None, (devices, *c.stack_shape[1:])):
+            raise ValueError(
+                f"stack {c.key!r} has shape {shape}, but this optimizer was built with {layout!r} "
+                f"and expects {(devices, *c.stack_shape[1:])}; use the layout that sharded it"
+            )
 
 
 def _route_tree(
-    make_matrix: Callable[[Routes], optax.GradientTransformation],
+    make_matrix: Callable[[Routes, PyTree], optax.GradientTransformation],
     rest: optax.GradientTransformation,
     rules: Any,
 ) -> optax.GradientTransformationExtraArgs:
@@ -343,7 +358,7 @@ def _route_tree(
         labels = [r.route if is_inexact(leaf.dtype) else "frozen" for leaf, r in routed]
         routes = {leaf.path: (leaf, r) for leaf, r in routed}
         parts = {
-            "matrix": _keep_dtypes(make_matrix(routes)),
+            "matrix": _keep_dtypes(make_matrix(routes, tree)),
             "rest": rest,
             "frozen": optax.set_to_zero(),
         }

@@ -158,6 +158,7 @@ def train_step(
                 f"model_state_reduction={model_state_reduction!r}"
             )
         gradients.batch_specs(layout, batch, accumulate)
+        model_state = gradients.replicate(layout, model_state)
         return owned, state, gradients.shard_batch(layout, batch), key, model_state
 
     return TrainStep(jitted, prepare)

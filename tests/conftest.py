@@ -11,3 +11,21 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+from collections.abc import Iterator  # noqa: E402
+
+import pytest  # noqa: E402
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[str]]:
+    """Names of the functions that XLA compiles while the test runs, as they come."""
+    names: list[str] = []
+
+    def listen(event: str, _: float, **details: str) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(details.get("fun_name", ""))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)

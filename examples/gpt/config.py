@@ -16,11 +16,11 @@ class ComputeDtype(StrEnum):
 
 
 # The best of the small grid in examples/README.md. For Muon: matrices, and AdamW for the rest.
-LEARNING_RATE = {Optimizer.muon: 0.02, Optimizer.adamw: 0.004}
+LEARNING_RATE = {Optimizer.muon: 0.04, Optimizer.adamw: 0.002}
 REST_LEARNING_RATE = 0.004
 GRID = {
     Optimizer.muon: (0.01, 0.02, 0.04, 0.08),
-    Optimizer.adamw: (0.002, 0.004, 0.008, 0.016),
+    Optimizer.adamw: (0.001, 0.002, 0.004, 0.008),
 }
 
 
@@ -38,7 +38,7 @@ class Config:
     context: int = 128
     batch: int = 16
     accumulate: int = 1
-    steps: int = 300
+    steps: int = 200
     eval_every: int = 25
     seed: int = 0
     compute_dtype: ComputeDtype = ComputeDtype.float32
@@ -86,7 +86,7 @@ class Config:
         if self.batch % parts:
             raise ValueError(
                 f"--batch {self.batch} does not divide over {num_devices} devices x "
-                f"--accumulate {self.accumulate}; give a multiple of {parts}"
+                f"--accumulate {self.accumulate}; give a multiple of {parts}, or another --devices"
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Loss curves as pictures."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,15 @@ def plot_run(path: Path, records: Records, title: str) -> None:
     span = len(losses) // 30
     if span > 1:
         smooth = np.convolve(losses, np.ones(span) / span, mode="valid")
-        axes.plot(steps[span - 1 :], smooth, color="0.4", label=f"training, mean of {span} steps")
+        middle = steps[: len(smooth)] + (span - 1) / 2
+        axes.plot(middle, smooth, color="0.4", label=f"training, mean of {span} steps")
     held_steps, held = held_out_curve(records)
     axes.plot(held_steps, held, "o-", color=COLORS[0], markersize=4, label="held out")
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
 
 
-def plot_comparison(path: Path, runs: dict[str, Records], title: str) -> None:
+def plot_comparison(path: Path, runs: Mapping[str, Records], title: str) -> None:
     """The held-out curves of several runs in one picture, with the loss each ends at."""
     figure, axes = _figure(title)
     for color, (label, records) in zip(COLORS, runs.items(), strict=False):

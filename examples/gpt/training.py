@@ -23,8 +23,9 @@ from gpt.config import Config, Optimizer
 from gpt.data import Corpus, even_batches, random_batches
 
 MAX_GRAD_NORM = 1.0
-EVAL_BATCHES = 16
+EVAL_BATCHES = 8
 SAMPLE_BYTES = 300
+METRICS = ("loss", "grad_norm", "update_norm")
 TEMPERATURE = 0.7
 
 
@@ -147,12 +148,18 @@ def make_optimizer(config: Config, layout: mfsdp.OwnerLayout) -> optax.GradientT
     clip = mfsdp.clip_by_global_norm(MAX_GRAD_NORM, layout=layout)
     rate = schedule(config.matrix_rate, config.steps)
     if config.optimizer is Optimizer.adamw:
-        matrices = mfsdp.OwnerParams(stacks=True, rest=False, frozen=False)
         adamw = optax.adamw(rate, b2=0.95, weight_decay=config.weight_decay, mask=matrices)
         return optax.chain(clip, adamw)
     rest = optax.adamw(schedule(config.rest_rate, config.steps), b2=0.95, weight_decay=0.0)
     muon = mfsdp.muon(rate, layout=layout, rest=rest, weight_decay=config.weight_decay)
     return optax.chain(clip, muon)
+
+
+def matrices(owned: mfsdp.OwnerParams) -> mfsdp.OwnerParams:
+    """Which owner params are matrices, as a mask for optax."""
+    return mfsdp.OwnerParams(
+        dict.fromkeys(owned.stacks, True), dict.fromkeys(owned.rest, False), {}
+    )
 
 
 def schedule(peak: float, steps: int) -> optax.Schedule:
@@ -178,7 +185,7 @@ def run_steps(
         for step, windows in zip(range(1, config.steps + 1), setup.batches, strict=False):
             start = time.perf_counter()
             owned, state, metrics = setup.step(owned, state, windows)
-            record = {"step": step} | {key: float(value) for key, value in metrics.items()}
+            record = {"step": step} | {key: float(metrics[key]) for key in METRICS}
             record["tokens_per_s"] = config.tokens_per_step / (time.perf_counter() - start)
             if not math.isfinite(record["loss"]):
                 raise Diverged(f"the loss is {record['loss']} at step {step}; lower --lr")

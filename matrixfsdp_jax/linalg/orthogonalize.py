@@ -123,7 +123,7 @@ def _orthogonalize(
     dtype: jnp.dtype,
     batching: Batching,
 ) -> jax.Array:
-    """Choose how the batch is gone through. Jitted, so that a call outside jit has the same bits."""
+    """Choose how to go through the batch. Jitted, so that calls outside jit have the same bits."""
 
     def batched(x: jax.Array) -> jax.Array:
         return _orthogonalize_batched(x, eps, table, dtype)
@@ -155,8 +155,22 @@ def _normalize(x: jax.Array, eps: ArrayLike) -> jax.Array:
     """Divide by the Frobenius norm, in float32 or wider, without overflow or underflow."""
     x = x.astype(_at_least_float32(x.dtype))
     x = x * _inverse_power_of_two(jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True))
-    norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
-    return x / (norm + jnp.asarray(eps, x.dtype))
+    # A subnormal eps may be flushed to zero, and a zero matrix would then give NaN.
+    eps = jnp.maximum(jnp.asarray(eps, x.dtype), jnp.finfo(x.dtype).tiny)
+    return x / (jnp.sqrt(_sum_of_squares(x)) + eps)
+
+
+def _sum_of_squares(x: jax.Array) -> jax.Array:
+    """``[..., 1, 1]`` of ``[..., m, n]``.
+
+    A dot product and not a reduction, because XLA fuses a reduction with the caller's arithmetic
+    and then sums in another order: on CPU a matrix alone on its device would get other bits.
+    """
+    dims, batch = (x.ndim - 2, x.ndim - 1), tuple(range(x.ndim - 2))
+    total = jax.lax.dot_general(
+        x, x, ((dims, dims), (batch, batch)), precision=jax.lax.Precision.HIGHEST
+    )
+    return total[..., None, None]
 
 
 def _inverse_power_of_two(x: jax.Array) -> jax.Array:

@@ -169,10 +169,12 @@ def shard_batch(layout: "OwnerLayout", batch: PyTree) -> PyTree:
     Returns:
       Global arrays with sharding ``P(owner_axis, None, ...)``; also for traced values, since an
       Explicit mesh refuses a batch whose type is sharded otherwise.
+
+    Raises:
+      ValueError: if a leaf has no dim 0 that divides over the devices.
     """
 
-    def put(x: Any) -> Any:
-        spec = P(layout.axis_entry, *[None] * (np.ndim(x) - 1))
+    def put(x: Any, spec: P) -> Any:
         sharding = NamedSharding(layout.mesh, spec)
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -180,4 +182,16 @@ def shard_batch(layout: "OwnerLayout", batch: PyTree) -> PyTree:
             return jax.device_put(x, sharding)
         return jax.make_array_from_process_local_data(sharding, np.asarray(x))
 
-    return jax.tree.map(put, batch)
+    return jax.tree.map(put, batch, batch_specs(layout, batch))
+
+
+def replicate(layout: "OwnerLayout", tree: PyTree) -> PyTree:
+    """Put a tree whole on every device, where a step leaves it: a second call compiles nothing."""
+    sharding = NamedSharding(layout.mesh, P())
+
+    def put(x: Any) -> Any:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return jax.device_put(x, sharding)
+
+    return jax.tree.map(put, tree)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from matrixfsdp_jax.layout.packing import build_leaf, take_matrix
@@ -112,17 +112,19 @@ def _stack(layout: "OwnerLayout", c: ShapeClass, leaves: _HostLeaves) -> jax.Arr
 
 def to_canonical(layout: "OwnerLayout", owned: "OwnerParams") -> list[jax.Array]:
     """The canonical leaves in plan order, as global arrays."""
-    rows = {key: _device_rows(stack) for key, stack in owned.stacks.items()}
-    out = []
-    for lp, slots in zip(layout.plan.leaves, layout.leaf_slots, strict=True):
-        if lp.route.route == "matrix":
-            assert lp.route.view is not None
-            stored = [np.asarray(rows[key][d][w]) for key, d, w, _ in slots]
-            matrices = [matrix for *_, matrix in slots]
-            value = build_leaf(stored, matrices, lp.route.view, lp.leaf.shape, np)
-        else:
-            value = host_value((owned.rest if lp.trainable else owned.frozen)[lp.leaf.path])
-        out.append(_distribute(value, canonical_sharding(layout, lp)))
+    # A mesh that the caller has set (jax.set_mesh) would refuse to slice one device's part.
+    with jax.set_mesh(Mesh(np.empty((), object), ())):
+        rows = {key: _device_rows(stack) for key, stack in owned.stacks.items()}
+        out = []
+        for lp, slots in zip(layout.plan.leaves, layout.leaf_slots, strict=True):
+            if lp.route.route == "matrix":
+                assert lp.route.view is not None
+                stored = [np.asarray(rows[key][d][w]) for key, d, w, _ in slots]
+                matrices = [matrix for *_, matrix in slots]
+                value = build_leaf(stored, matrices, lp.route.view, lp.leaf.shape, np)
+            else:
+                value = host_value((owned.rest if lp.trainable else owned.frozen)[lp.leaf.path])
+            out.append(_distribute(value, canonical_sharding(layout, lp)))
     return out
 
 
@@ -135,11 +137,12 @@ def canonical_sharding(layout: "OwnerLayout", lp: LeafPlan) -> NamedSharding:
     return NamedSharding(layout.mesh, P(*entries))
 
 
-def _device_rows(stack: jax.Array) -> Any:
-    """``rows[d]`` is the ``[W, m, n]`` part of device ``d``; no copy where it is addressable."""
-    if not stack.is_fully_addressable:
+def _device_rows(stack: Any) -> Any:
+    """``rows[d]`` is the ``[W, m, n]`` part of device ``d``; no copy where that device has it."""
+    if not isinstance(stack, jax.Array) or not stack.is_fully_addressable:
         return host_value(stack)
-    return {s.index[0].start or 0: s.data[0] for s in stack.addressable_shards}
+    rows = {s.index[0].start or 0: s.data[0] for s in stack.addressable_shards}
+    return rows if len(rows) == len(stack) else host_value(stack)
 
 
 def _distribute(value: np.ndarray, sharding: NamedSharding) -> jax.Array:

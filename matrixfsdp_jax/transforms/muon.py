@@ -7,6 +7,8 @@ Reference: Jordan et al., "Muon: An optimizer for hidden layers in neural networ
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from matrixfsdp_jax.linalg.coefficients import newton_schulz_table
 from matrixfsdp_jax.linalg.orthogonalize import orthogonalize
 
 PyTree = Any
@@ -57,6 +58,9 @@ def scale_by_momentum(
             "bias_correction=True needs a constant momentum, got a schedule; "
             "give a number, or bias_correction=False"
         )
+
+    if momentum_dtype is not None and not jnp.issubdtype(momentum_dtype, jnp.floating):
+        raise ValueError(f"momentum_dtype={momentum_dtype!r} must be a floating dtype, or None")
 
     def init(params: PyTree) -> MuonState:
         def zeros(p: Any) -> jax.Array:
@@ -107,17 +111,19 @@ def orthogonalize_stacks(
 
     Stateless. A zero matrix (a pad slot) stays exactly zero.
     """
-    newton_schulz_table(ns_coefficients, ns_steps)  # bad options raise here and not in the step
     check_number("eps", eps, low=0.0, above_low=True)
+    one_by_one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    options = {"steps": ns_steps, "coefficients": ns_coefficients, "eps": eps, "dtype": ns_dtype}
+    jax.eval_shape(partial(orthogonalize, **options), one_by_one)  # bad options raise here
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         del params
 
         def one(key: str, stack: jax.Array) -> jax.Array:
+            if isinstance(stack, optax.MaskedNode):
+                return stack
             with jax.named_scope(f"newton_schulz/{key}"):
-                whole = orthogonalize(
-                    stack, steps=ns_steps, coefficients=ns_coefficients, eps=eps, dtype=ns_dtype
-                )
+                whole = orthogonalize(stack, **options)
                 scale = local(factors[key])[..., None, None]
                 return whole * scale.astype(whole.dtype)
 
@@ -143,7 +149,9 @@ def decay_stacks(
         if params is None:
             raise ValueError("weight decay needs the parameters: tx.update(grads, state, params)")
         masked = {
-            key: stack * local(keep[key])[..., None, None].astype(stack.dtype)
+            key: stack
+            if isinstance(stack, optax.MaskedNode)
+            else stack * local(keep[key])[..., None, None].astype(stack.dtype)
             for key, stack in params.items()
         }
         return decay.update(updates, state, masked)
@@ -166,11 +174,12 @@ def _bias_corrections(beta: Any, count: jax.Array, nesterov: bool) -> tuple[Any,
 def check_number(
     name: str, value: Any, *, low: float, below: float | None = None, above_low: bool = False
 ) -> None:
-    """Refuse a Python number outside its range; schedules and traced values pass."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    """Refuse a Python or numpy number outside its range; schedules and jax arrays pass."""
+    if isinstance(value, bool) or not isinstance(value, Real):
         return
-    in_range = (value > low if above_low else value >= low) and (below is None or value < below)
-    if not (np.isfinite(value) and in_range):
+    x = float(value)
+    in_range = (x > low if above_low else x >= low) and (below is None or x < below)
+    if not (np.isfinite(x) and in_range):
         bounds = f"> {low}" if above_low else f">= {low}"
         bounds += "" if below is None else f" and < {below}"
         raise ValueError(f"{name}={value} must be a finite number {bounds}")

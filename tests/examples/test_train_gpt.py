@@ -39,9 +39,16 @@ def metrics(folder):
 # ---- one run -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_a_run_shows_its_layout_and_audit_and_leaves_its_files(tmp_path, optimizer):
-    shown = run(*TINY, "--optimizer", optimizer, "--name", "tiny", "--out", tmp_path)
+@pytest.fixture(scope="module", params=["muon", "adamw"])
+def tiny_run(request, tmp_path_factory):
+    """Optimizer, output and folder of one run."""
+    out = tmp_path_factory.mktemp("runs")
+    shown = run(*TINY, "--optimizer", request.param, "--name", "tiny", "--out", out)
+    return request.param, shown, out / "tiny"
+
+
+def test_a_run_shows_its_layout_its_collectives_and_its_progress(tiny_run):
+    optimizer, shown, _ = tiny_run
     assert f"{optimizer} on 8 devices: 6 matrices in 2 classes" in shown
     assert "blocks/0/attn/qkv/kernel" in shown
     assert "mfsdp.gather" in shown, "the table of collectives"
@@ -49,7 +56,9 @@ def test_a_run_shows_its_layout_and_audit_and_leaves_its_files(tmp_path, optimiz
     assert "tokens/s" in shown
     assert "ETA" in shown
 
-    folder = tmp_path / "tiny"
+
+def test_a_run_leaves_its_files(tiny_run):
+    optimizer, _, folder = tiny_run
     records = metrics(folder)
     assert [r["step"] for r in records] == [0, 1, 2]
     assert records[0]["held_out_loss"] == pytest.approx(math.log(256), abs=1e-4)
@@ -63,13 +72,22 @@ def test_a_run_shows_its_layout_and_audit_and_leaves_its_files(tmp_path, optimiz
     assert len((folder / "sample.txt").read_text()) > 100
 
 
-def test_devices_and_micro_batches_do_not_change_the_losses(tmp_path):
-    run(*TINY, "--out", tmp_path)
-    run(*TINY, "--out", tmp_path, "--devices", 2, "--accumulate", 2)
-    one, other = metrics(tmp_path / "muon"), metrics(tmp_path / "muon-2")
+@pytest.mark.parametrize("tiny_run", ["muon"], indirect=True)
+def test_devices_and_micro_batches_do_not_change_the_losses(tiny_run, tmp_path):
+    optimizer, _, folder = tiny_run
+    run(*TINY, "--optimizer", optimizer, "--devices=2", "--accumulate=2", "--out", tmp_path)
     for key in ("loss", "held_out_loss", "grad_norm"):
-        values = [[r[key] for r in records if key in r] for records in (one, other)]
-        np.testing.assert_allclose(*values, rtol=1e-4)
+        ours, others = (
+            [r[key] for r in metrics(f) if key in r] for f in (folder, tmp_path / optimizer)
+        )
+        np.testing.assert_allclose(ours, others, rtol=1e-4)
+
+
+def test_the_first_free_folder_is_taken(tmp_path):
+    assert train_gpt.run_folder(tmp_path, None, "muon") == tmp_path / "muon"
+    (tmp_path / "muon").mkdir()
+    (tmp_path / "muon-2").mkdir()
+    assert train_gpt.run_folder(tmp_path, None, "muon") == tmp_path / "muon-3"
 
 
 def test_the_script_simulates_its_devices_and_computes_in_bfloat16(tmp_path):
@@ -86,7 +104,7 @@ def test_the_script_simulates_its_devices_and_computes_in_bfloat16(tmp_path):
 
 def test_a_run_that_diverges_says_so_and_fails(tmp_path, monkeypatch):
     def step(owned, state, windows):
-        return owned, state, {"loss": float("nan")}
+        return owned, state, dict.fromkeys(training.METRICS, float("nan"))
 
     build = training.build
     monkeypatch.setattr(training, "build", lambda *args: build(*args)._replace(step=step))
@@ -130,6 +148,7 @@ def test_demo_compares_both_optimizers_from_one_seed(tmp_path, monkeypatch):
 
     def train_all(configs, num_devices):
         trained.update(configs)
+        (tmp_path / "demo").mkdir()  # as each run makes its own folder
         return dict(zip(configs, [falling(5.0, 1.0), falling(5.0, 2.0)], strict=True))
 
     monkeypatch.setattr(train_gpt, "train_all", train_all)
@@ -139,7 +158,7 @@ def test_demo_compares_both_optimizers_from_one_seed(tmp_path, monkeypatch):
     assert (muon.seed, adamw.seed, muon.steps, adamw.steps) == (7, 7, 4, 4)
     assert "1.000" in shown
     assert "2.885" in shown, "2 nats in bits"
-    assert "Muon comes to AdamW's final loss at step 3 of 4" in shown
+    assert "Muon reaches AdamW's final loss at step 3 of 4" in shown
     assert (tmp_path / "demo" / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
