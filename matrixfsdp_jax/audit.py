@@ -265,7 +265,10 @@ def _size(count: float) -> str:
 
 
 def _table(collectives: Iterable[Collective]) -> Table:
-    """Collectives that differ in nothing shown share a row; ``runs`` is instructions x times."""
+    """Collectives that differ in nothing shown share a row; ``runs`` is instructions x times.
+
+    Layers are shown as one: ``blocks/3/kernel`` and ``layer_3/kernel`` with ``*`` for the number.
+    """
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
     table.add_column("kind", overflow="fold")
     table.add_column("runs", justify="right", no_wrap=True)
@@ -277,7 +280,8 @@ def _table(collectives: Iterable[Collective]) -> Table:
     for c in collectives:
         times = "" if c.times == 1 else f" x {'?' if c.times is None else c.times}"
         axis = "?" if c.axis is None else ", ".join(c.axis)
-        rows[c.kind, times, _arrays(c.shapes), axis, c.scope].append(c)
+        scope = re.sub(r"(?<=[/_.])\d+(?=[/_.]|$)", "*", c.scope)
+        rows[c.kind, times, _arrays(c.shapes), axis, scope].append(c)
     for (kind, times, arrays, axis, scope), equal in rows.items():
         size = _size(sum(c.bytes * _runs(c) for c in equal))
         table.add_row(kind, f"{len(equal)}{times}", arrays, size, axis, scope)

@@ -182,7 +182,7 @@ def costs(plan: Plan) -> Costs:
         ),
         frozen=sum(_stored_bytes(p, plan.num_devices) for p in plan.leaves if not p.trainable),
         gathered=sum(
-            p.leaf.size * _wire_bytes(p.leaf.dtype, plan.gather_dtype) for p in plan.leaves
+            p.leaf.size * dtype_bytes(plan.wire_dtypes(p.leaf.dtype)[0]) for p in plan.leaves
         ),
         collectives=tuple(_collectives(plan)) if plan.num_devices > 1 else (),
     )
@@ -198,13 +198,6 @@ def _stored_bytes(plan: LeafPlan, num_devices: int) -> int:
     return plan.leaf.size // parts * dtype_bytes(plan.leaf.dtype)
 
 
-def _wire_bytes(dtype: str, cast: str | None) -> int:
-    """Bytes of one element on the way; only real floating leaves are cast."""
-    if cast is not None and dtype.startswith(("float", "bfloat")):
-        return dtype_bytes(cast)
-    return dtype_bytes(dtype)
-
-
 def _collectives(plan: Plan) -> Iterator[Collective]:
     others = plan.num_devices - 1
     # (source, collectives, elements that a device holds, dtype, whether a gradient comes back)
@@ -216,13 +209,12 @@ def _collectives(plan: Plan) -> Iterator[Collective]:
     ]
     for source, count, size, dtype, trainable in moved:
         received = others * size
-        gather = received * _wire_bytes(dtype, plan.gather_dtype)
+        gather, reduce = (received * dtype_bytes(wire) for wire in plan.wire_dtypes(dtype))
         yield Collective(source, "all-gather", count, gather)
         if trainable:
-            reduce = received * _wire_bytes(dtype, plan.reduce_dtype)
             yield Collective(source, "reduce-scatter", count, reduce)
     replicated = sum(
-        p.leaf.size * _wire_bytes(p.leaf.dtype, plan.reduce_dtype)
+        p.leaf.size * dtype_bytes(plan.wire_dtypes(p.leaf.dtype)[1])
         for p in plan.leaves
         if p.route.route == "rest" and p.trainable and p.shard_dim is None
     )

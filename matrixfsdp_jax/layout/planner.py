@@ -34,7 +34,7 @@ def make_plan(
     ns_steps: int = 5,
     order: Order | None = None,
     gather_dtype: str | None = None,
-    reduce_dtype: str = "float32",
+    reduce_dtype: str | None = None,
     rest_shard_min_size: int = 0,
 ) -> Plan:
     """Return the layout of routed leaves over ``num_devices`` devices.
@@ -57,7 +57,8 @@ def make_plan(
       order: the forward order of the matrix leaves: all their paths, or a sort key on paths
         (equal keys fall back on the default order).
       gather_dtype: floating dtype in which parameters are gathered; None keeps each leaf's own.
-      reduce_dtype: floating dtype in which gradients are summed over devices.
+      reduce_dtype: floating dtype in which gradients are summed over devices; None is float32
+        (float64 for float64 leaves).
       rest_shard_min_size: rest and frozen leaves with fewer elements are replicated. The others
         are sharded on their largest dim that N divides, where there is one.
 
@@ -103,7 +104,7 @@ def _check_options(
     num_devices: int,
     ns_steps: int,
     gather_dtype: str | None,
-    reduce_dtype: str,
+    reduce_dtype: str | None,
     rest_shard_min_size: int,
 ) -> None:
     lowest = {
@@ -116,7 +117,7 @@ def _check_options(
             raise ValueError(f"{name} is {value}; it must be at least {least}")
     for name, dtype in (
         ("gather_dtype", gather_dtype or "float32"),
-        ("reduce_dtype", reduce_dtype),
+        ("reduce_dtype", reduce_dtype or "float32"),
     ):
         if dtype not in CAST_DTYPES:
             raise ValueError(f"{name} is {dtype!r}; it must be one of {', '.join(CAST_DTYPES)}")

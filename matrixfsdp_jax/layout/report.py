@@ -60,7 +60,7 @@ def _summary(plan: Plan, cost: Costs) -> str:
     lines = [
         f"{title(plan)}: {matrices} matrices in {len(plan.classes)} classes, "
         f"{len(plan.leaves)} leaves",
-        f"gather {gather}, reduce in {plan.reduce_dtype}",
+        f"gather {gather}, reduce in {plan.reduce_dtype or 'float32 or wider'}",
         f"memory per device: {_bytes(cost.memory.padded)}, plus {_bytes(cost.gathered)} "
         "while all parameters are gathered",
         f"received per device and step: {', '.join(traffic) or 'nothing'}",

@@ -140,7 +140,8 @@ class LeafPlan:
 class Plan:
     """Shapes in, layout out: who owns which matrix. Deterministic, hashable, free of jax.
 
-    ``gather_dtype`` None means that parameters are gathered in their own dtype.
+    ``gather_dtype`` None means that parameters are gathered in their own dtype, ``reduce_dtype``
+    None that gradients are summed in float32, those of float64 leaves in float64.
     """
 
     num_devices: int
@@ -149,7 +150,17 @@ class Plan:
     leaves: tuple[LeafPlan, ...]
     classes: tuple[ShapeClass, ...]
     gather_dtype: str | None = None
-    reduce_dtype: str = "float32"
+    reduce_dtype: str | None = None
+
+    def wire_dtypes(self, dtype: str) -> tuple[str, str]:
+        """In what a leaf of ``dtype`` is gathered and its gradient summed.
+
+        Only real floating leaves are cast.
+        """
+        if not dtype.startswith(("float", "bfloat")):
+            return dtype, dtype
+        default = "float64" if dtype == "float64" else "float32"
+        return self.gather_dtype or dtype, self.reduce_dtype or default
 
 
 def is_inexact(dtype: str) -> bool:

@@ -4,7 +4,7 @@ Shape legend: ``N`` devices on the owner axis, ``W`` waves, ``m x n`` a stored m
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
+from flax.core import meta
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -20,7 +21,7 @@ from matrixfsdp_jax.layout import picture, report
 from matrixfsdp_jax.layout.packing import build_leaf
 from matrixfsdp_jax.layout.planner import CAST_DTYPES, make_plan
 from matrixfsdp_jax.layout.rules import route
-from matrixfsdp_jax.layout.spec import Leaf, LeafPlan, Matrix, Plan, is_inexact
+from matrixfsdp_jax.layout.spec import Leaf, LeafPlan, Matrix, Plan
 from matrixfsdp_jax.owner import collectives, gradients, host
 
 PyTree = Any
@@ -213,7 +214,8 @@ class OwnerLayout:
           dtype: dtype of the floating leaves; default the plan's ``gather_dtype``, else their own.
 
         Returns:
-          The canonical tree, each matrix in its own orientation and shape.
+          The canonical tree, each matrix in its own orientation and shape. Boxes of linen
+          metadata are taken off: they would constrain the sharding of whole arrays on one device.
 
         Collectives: one all-gather per wave and per sharded rest leaf, in ``dtype``. In reverse
         mode one reduce-scatter for each, in ``reduce_dtype``, and one all-reduce for the
@@ -250,7 +252,8 @@ class OwnerLayout:
             )
             for lp, slots in zip(self.plan.leaves, self.leaf_slots, strict=True)
         ]
-        return jtu.tree_unflatten(self.treedef, full)
+        tree = jtu.tree_unflatten(self.treedef, full)
+        return meta.map_axis_meta(lambda box: jtu.tree_leaves(box)[0], tree)
 
     def value_and_grad(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable:
         """The mean loss over all devices and its gradient, reduced to the owners.
@@ -305,11 +308,10 @@ class OwnerLayout:
         return jax.eval_shape(tx.init, self.trainable(self.abstract))
 
     def _wire_dtypes(self, own: str, dtype: Any) -> dict[str, Any]:
-        """In what a leaf travels forward and its gradient back; only real floats are cast."""
-        if not is_inexact(own) or own.startswith("complex"):
-            return {"gather_dtype": own, "reduce_dtype": own}
-        gather_dtype = dtype or self.plan.gather_dtype or own
-        return {"gather_dtype": gather_dtype, "reduce_dtype": self.plan.reduce_dtype}
+        """In what a leaf travels forward (``dtype`` where it is cast) and its gradient back."""
+        plan = replace(self.plan, gather_dtype=dtype) if dtype else self.plan
+        gather_dtype, reduce_dtype = plan.wire_dtypes(own)
+        return {"gather_dtype": gather_dtype, "reduce_dtype": reduce_dtype}
 
     def _gather_outside(
         self, values: dict[str, jax.Array], trainable: bool, dtype: Any
@@ -404,7 +406,7 @@ def plan(
     order: Sequence[str] | Callable[[str], Any] | None = None,
     ns_steps: int = 5,
     gather_dtype: Any = None,
-    reduce_dtype: Any = "float32",
+    reduce_dtype: Any = None,
     rest_shard_min_size: int = 0,
 ) -> OwnerLayout:
     """Deal the matrices of a parameter tree out to the devices of a mesh.
@@ -423,7 +425,8 @@ def plan(
         natural sort of the paths. Matrices that are near in it share a wave.
       ns_steps: Newton-Schulz steps, for the FLOPs in the report.
       gather_dtype: dtype in which parameters are gathered for the model; None keeps their own.
-      reduce_dtype: dtype in which gradients are summed over devices.
+      reduce_dtype: dtype in which gradients are summed over devices; None is float32 (float64 for
+        float64 leaves).
       rest_shard_min_size: rest leaves with fewer elements stay replicated.
 
     Raises:
@@ -450,7 +453,7 @@ def plan(
         ns_steps=ns_steps,
         order=order,
         gather_dtype=None if gather_dtype is None else _dtype_name("gather_dtype", gather_dtype),
-        reduce_dtype=_dtype_name("reduce_dtype", reduce_dtype),
+        reduce_dtype=None if reduce_dtype is None else _dtype_name("reduce_dtype", reduce_dtype),
         rest_shard_min_size=rest_shard_min_size,
     )
     return OwnerLayout(bound, mesh, axes, jax.tree.structure(params))
@@ -462,7 +465,7 @@ def _checked_axes(mesh: Mesh, owner_axis: str | Sequence[str]) -> tuple[str, ...
             f"mesh is a {type(mesh).__name__}; give a jax.sharding.Mesh, for example "
             'jax.make_mesh((jax.device_count(),), ("fsdp",))'
         )
-    axes = (owner_axis,) if isinstance(owner_axis, str) else tuple(owner_axis)
+    axes = (owner_axis,) if isinstance(owner_axis, str) else tuple(owner_axis or ())
     sizes = dict(mesh.shape)
     unknown = [a for a in axes if a not in sizes]
     if not axes or unknown or len(set(axes)) != len(axes):

@@ -239,7 +239,7 @@ def test_the_model_sees_no_later_byte_and_where_the_earlier_ones_stand():
     graphdef, params = nnx.split(model.GPT(2, 32, 2, nnx.Rngs(0)), nnx.Param)
     keys = iter(jax.random.split(jax.random.key(1), 100))
     params = jax.tree.map(lambda p: 0.2 * jax.random.normal(next(keys), p.shape), params)
-    logits = nnx.merge(graphdef, params)
+    logits = jax.jit(lambda tokens: nnx.merge(graphdef, params)(tokens))
     tokens = np.arange(10, 26)[None]
     changed, swapped = tokens.copy(), tokens.copy()
     changed[0, 8] = 99

@@ -381,7 +381,9 @@ class Net(nnx.Module):
         self.lm_head = nnx.Linear(8, 16, rngs=rngs)
 
 
-@pytest.mark.parametrize("as_tree", [lambda m: m, nnx.state, nnx.to_pure_dict], ids=["module", "state", "pure dict"])
+@pytest.mark.parametrize(
+    "as_tree", [lambda m: m, nnx.state, nnx.to_pure_dict], ids=["module", "state", "pure dict"]
+)
 def test_nnx_model_keeps_embedding_and_head_off_the_matrix_route(as_tree):
     model = Net(nnx.Rngs(0))
     tree = as_tree(nnx.state(model)) if as_tree is nnx.to_pure_dict else as_tree(model)

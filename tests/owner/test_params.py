@@ -451,6 +451,9 @@ def test_init_works_eagerly_under_jit_and_by_shape(explicit: bool) -> None:
         lambda s: (s.shape, s.dtype), eager
     )
     assert jax.tree.structure(layout.state_shardings(tx)) == jax.tree.structure(eager)
+    snapshot = optax.GradientTransformation(lambda params: {"start": params}, tx.update)
+    for init in (layout.init, jax.jit(layout.init, static_argnums=0)):
+        assert not buffers(init(snapshot, owned)) & buffers(owned)
 
 
 # ---- what is refused ---------------------------------------------------------------------------
