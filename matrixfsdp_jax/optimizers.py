@@ -19,6 +19,7 @@ from matrixfsdp_jax.transforms.muon import (
     decay_stacks,
     orthogonalize_stacks,
     scale_by_momentum,
+    scale_stacks,
 )
 from matrixfsdp_jax.transforms.scaling import scale_fn
 
@@ -136,14 +137,15 @@ def muon(
 
         return _route_tree(on_tree, rest, rules)
     _refuse_rules(rules)
-    keep = _decay_tables(layout, weight_decay_mask)
+    decays = _decay_tables(layout, weight_decay_mask, core.factor)
 
     def matrix(
         local: Any, learning_rate: Any, weight_decay: Any, **numbers: Any
     ) -> optax.GradientTransformation:
         return optax.chain(
-            replace(core, **numbers).on_stacks(layout.plan.classes, local),
-            decay_stacks(weight_decay, keep, local),
+            replace(core, **numbers).direction(),
+            decay_stacks(weight_decay, decays, local),
+            core.scaling(layout.plan.classes, local),
             optax.scale_by_learning_rate(learning_rate),
         )
 
@@ -190,7 +192,8 @@ def scale_by_muon(
     _refuse_rules(rules)
 
     def matrix(local: Any, **numbers: Any) -> optax.GradientTransformation:
-        return replace(core, **numbers).on_stacks(layout.plan.classes, local)
+        own = replace(core, **numbers)
+        return optax.chain(own.direction(), own.scaling(layout.plan.classes, local))
 
     tx = on_owners(matrix, layout, momentum=momentum, eps=eps)
     return _route_owned(tx, optax.identity(), layout)
@@ -244,8 +247,7 @@ class _MuonCore:
                 'static_args=("ns_steps",), and there also the name of any function you give that '
                 "is no schedule (scale, weight_decay_mask)"
             )
-        self._momentum()
-        self._orthogonalize((), jnp.asarray)
+        self.direction()
 
     def _momentum(self) -> optax.GradientTransformation:
         return scale_by_momentum(
@@ -255,35 +257,41 @@ class _MuonCore:
             momentum_dtype=self.momentum_dtype,
         )
 
-    def _orthogonalize(
-        self, classes: tuple[ShapeClass, ...], local: Any
-    ) -> optax.GradientTransformation:
+    def _orthogonalize(self) -> optax.GradientTransformation:
         return orthogonalize_stacks(
-            slot_tables(classes, lambda m: self.scale(m.fan_in, m.fan_out)),
-            local,
             ns_steps=self.ns_steps,
             ns_coefficients=self.ns_coefficients,
             eps=self.eps,
             ns_dtype=self.ns_dtype,
         )
 
-    def on_stacks(
-        self, classes: tuple[ShapeClass, ...], local: Any
-    ) -> optax.GradientTransformation:
-        return optax.chain(self._momentum(), self._orthogonalize(classes, local))
+    def factor(self, matrix: Matrix) -> float:
+        return self.scale(matrix.fan_in, matrix.fan_out)
+
+    def direction(self) -> optax.GradientTransformation:
+        """On stacks, orthogonal and not scaled."""
+        return optax.chain(self._momentum(), self._orthogonalize())
+
+    def scaling(self, classes: tuple[ShapeClass, ...], local: Any) -> optax.GradientTransformation:
+        return scale_stacks(slot_tables(classes, self.factor), local)
 
     def on_tree(self, routes: Routes) -> optax.GradientTransformation:
-        packed = on_canonical(lambda plan, local: self._orthogonalize(plan.classes, local), routes)
+        packed = on_canonical(
+            lambda plan, local: optax.chain(
+                self._orthogonalize(), self.scaling(plan.classes, local)
+            ),
+            routes,
+        )
         return optax.chain(self._momentum(), packed)
 
 
 def slot_tables(
     classes: tuple[ShapeClass, ...], value: Callable[[Matrix], float]
 ) -> dict[str, np.ndarray]:
-    """One float32 per slot, ``[N, W]`` per class; 0 in pad slots."""
+    """One number per slot, float64 ``[N, W]`` per class; 0 in pad slots."""
     tables = {}
     for c in classes:
-        table = np.zeros((c.num_devices, c.num_waves), np.float32)
+        table = np.zeros((c.num_devices, c.num_waves))
         for matrix, slot in zip(c.matrices, c.slots, strict=True):
             table[slot] = value(matrix)
         tables[c.key] = table
@@ -390,8 +398,10 @@ def _keep_dtypes(tx: optax.GradientTransformation) -> optax.GradientTransformati
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
-def _decay_tables(layout: OwnerLayout, mask: Any) -> dict[str, np.ndarray]:
-    """The weight-decay mask, given in canonical names, as one 0 or 1 per slot."""
+def _decay_tables(
+    layout: OwnerLayout, mask: Any, factor: Callable[[Matrix], float]
+) -> dict[str, np.ndarray]:
+    """The weight-decay mask, given in canonical names, as 0 or 1 over the factor of each slot."""
     shapes = [jax.ShapeDtypeStruct(lp.leaf.shape, lp.leaf.dtype) for lp in layout.plan.leaves]
     tree = jax.tree.unflatten(layout.treedef, shapes)
     mask = mask(tree) if callable(mask) else True if mask is None else mask
@@ -405,7 +415,7 @@ def _decay_tables(layout: OwnerLayout, mask: Any) -> dict[str, np.ndarray]:
             f"({error}); give booleans in the structure of the parameters, or a function of them"
         ) from error
     keep = jax.tree.leaves(spread)
-    return slot_tables(layout.plan.classes, lambda m: float(keep[m.leaf]))
+    return slot_tables(layout.plan.classes, lambda m: keep[m.leaf] / factor(m))
 
 
 def _refuse_rules(rules: Any) -> None:

@@ -35,9 +35,12 @@ class TrainStep:
     or ``(owned, state, model_state, metrics)`` if a ``model_state_reduction`` was given.
     """
 
-    def __init__(self, jitted: Any, prepare: Callable[..., tuple[Any, ...]]) -> None:
+    def __init__(
+        self, jitted: Any, prepare: Callable[..., tuple[Any, ...]], layout: OwnerLayout
+    ) -> None:
         self._jitted = jitted
         self._prepare = prepare
+        self._layout = layout
 
     def __call__(
         self,
@@ -49,7 +52,8 @@ class TrainStep:
         model_state: PyTree = None,
     ) -> tuple[Any, ...]:
         """Make one step; ``owned``, ``state`` and ``model_state`` are used up if donated."""
-        return self._jitted(*self._prepare(owned, state, batch, key, model_state))
+        out = self._jitted(*self._prepare(owned, state, batch, key, model_state))
+        return _settled(out, self._layout)
 
     def lower(
         self,
@@ -99,9 +103,10 @@ def train_step(
       ``grad_norm`` and ``update_norm`` (over all devices), and ``aux``.
       The loss is also handed to ``tx.update`` as the extra argument ``value``.
 
-    Collectives: those of ``layout.gather``, forward and backward, per micro-batch; one scalar
-    all-reduce each for the loss, its token count, and the two norms; those of ``tx`` (none for
-    matrices); one all-reduce for the aux and one for the model state.
+    Collectives: those of ``layout.gather``, per micro-batch (XLA moves the forward ones out of the
+    loop over micro-batches); one scalar all-reduce each for the loss, its token count, and the two
+    norms; those of ``tx`` (none for matrices); one all-reduce for the aux and one for the model
+    state.
 
     Raises:
       ValueError: before any device work, if ``accumulate`` is not a positive integer, the batch
@@ -161,7 +166,7 @@ def train_step(
         model_state = gradients.replicate(layout, model_state)
         return owned, state, gradients.shard_batch(layout, batch), key, model_state
 
-    return TrainStep(jitted, prepare)
+    return TrainStep(jitted, prepare, layout)
 
 
 def eval_step(fn: Callable[..., Any], layout: OwnerLayout) -> Callable[..., Any]:
@@ -198,9 +203,19 @@ def eval_step(fn: Callable[..., Any], layout: OwnerLayout) -> Callable[..., Any]
     def evaluate(owned: OwnerParams, batch: PyTree, *args: Any) -> PyTree:
         layout.check_owned(owned)
         gradients.batch_specs(layout, batch)
-        return run(owned, gradients.shard_batch(layout, batch), args)
+        return _settled(run(owned, gradients.shard_batch(layout, batch), args), layout)
 
     return evaluate
+
+
+def _settled(out: Any, layout: OwnerLayout) -> Any:
+    """``out``, waited for on simulated devices.
+
+    XLA's CPU devices share one thread pool. Programs with collectives that pile up in it wait for
+    one another, and after 40 seconds the process is ended. Accelerators run ahead as usual.
+    """
+    simulated = layout.mesh.devices.flat[0].platform == "cpu" and layout.num_devices > 1
+    return jax.block_until_ready(out) if simulated else out
 
 
 def _local_step(

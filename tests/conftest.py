@@ -5,7 +5,9 @@ import os
 # Must be set before jax is imported. Other flags of the caller stay; another device count does not.
 _COUNT = "--xla_force_host_platform_device_count"
 _others = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(_COUNT)]
-os.environ["XLA_FLAGS"] = " ".join([*_others, f"{_COUNT}=8"])
+# A busy machine may not run all eight devices within the 40 seconds that XLA grants a collective.
+_PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=300"
+os.environ["XLA_FLAGS"] = " ".join([_PATIENCE, *_others, f"{_COUNT}=8"])
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax  # noqa: E402

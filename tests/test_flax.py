@@ -99,8 +99,14 @@ def linen(box: Any = None) -> tuple[Tagger, Any, Any]:
     return model, params, loss_fn
 
 
+@pytest.fixture(scope="module")
+def linen_run() -> tuple[list[float], Any]:
+    _, params, loss_fn = linen()
+    return train(params, loss_fn)
+
+
 @pytest.mark.parametrize("explicit", [True, False], ids=["explicit", "auto"])
-def test_train_state_holds_owner_params(explicit: bool) -> None:
+def test_train_state_holds_owner_params(linen_run: Any, explicit: bool) -> None:
     model, params, loss_fn = linen()
     layout = mfsdp.plan(params, make_mesh(8, explicit))
     state = TrainState.create(
@@ -117,24 +123,23 @@ def test_train_state_holds_owner_params(explicit: bool) -> None:
     for batch in batches(6):
         loss, state = step(state, batch)
         losses.append(float(loss))
-    assert_same((losses, layout.unshard(state.params)), train(params, loss_fn))
+    assert_same((losses, layout.unshard(state.params)), linen_run)
     momentum = jax.tree.leaves(state.opt_state)[1]
     assert momentum.sharding.is_equivalent_to(layout.shardings.stacks["8x8:float32"], 4)
 
 
-def test_linen_equals_one_device() -> None:
+def test_linen_equals_one_device(linen_run: Any) -> None:
     _, params, loss_fn = linen()
-    assert_same(train(params, loss_fn), train_alone(params, loss_fn))
+    assert_same(linen_run, train_alone(params, loss_fn))
 
 
 @pytest.mark.parametrize("box", [nn.with_partitioning, nn.with_logical_partitioning])
-def test_boxed_linen_params_train_and_stay_boxed(box: Any) -> None:
+def test_boxed_linen_params_train_and_stay_boxed(linen_run: Any, box: Any) -> None:
     _, params, loss_fn = linen(box)
     losses, trained = train(params, loss_fn)
     assert isinstance(trained["up"]["kernel"], nn.Partitioned)
     assert trained["up"]["kernel"].names == ("fsdp", None)
-    _, plain, _ = linen()
-    assert_same((losses, nn.meta.unbox(trained)), train(plain, loss_fn))
+    assert_same((losses, nn.meta.unbox(trained)), linen_run)
 
 
 class Normed(nn.Module):

@@ -24,6 +24,7 @@ SHAPES = {
     "qkv": (8, 24),
     "bias": (16,),
 }
+FEW = {"w": (8, 8), "tall": (16, 8), "bias": (16,)}
 
 
 def draw(shapes: dict[str, tuple[int, ...]], seed: int, dtype: Any = np.float32) -> dict[str, Any]:
@@ -138,10 +139,11 @@ def test_ten_steps_follow_the_oracle(form: str, case: str) -> None:
     np.testing.assert_allclose(got["bias"], params["bias"] - 0.1 * total, atol=1e-5)
 
 
-def test_float64_leaves_are_updated_in_float64() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_float64_leaves_are_updated_in_float64(form: str) -> None:
     with jax.enable_x64(True):
         params = draw(SHAPES, 0, np.float64)
-        trainer = Trainer("single", muon(weight_decay=0.1), params, RULES)
+        trainer = Trainer(form, muon(weight_decay=0.1), params, RULES)
         oracle, want = MuonOracle(0.02, weight_decay=0.1), matrices(params)
         for seed in (1, 2, 3):
             grads = draw(SHAPES, seed, np.float64)
@@ -210,8 +212,10 @@ def test_the_update_does_not_depend_on_the_scale_of_the_gradient(form: str) -> N
         assert singular.max() < 1.3
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [("single", jnp.bfloat16), ("owner", jnp.bfloat16), ("single", jnp.float16)],
+)
 def test_half_precision_parameters(form: str, dtype: Any) -> None:
     """Updates in the parameters' dtype, momentum in float32, close to the float32 update."""
     params = draw(SHAPES, 0, dtype)
@@ -226,8 +230,8 @@ def test_half_precision_parameters(form: str, dtype: Any) -> None:
 
 
 def test_momentum_dtype_is_that_of_the_state() -> None:
-    trainer = Trainer("single", muon(momentum_dtype=jnp.bfloat16), draw(SHAPES, 0), RULES)
-    trainer.step(draw(SHAPES, 1))
+    trainer = Trainer("single", muon(momentum_dtype=jnp.bfloat16), draw(FEW, 0))
+    trainer.step(draw(FEW, 1))
     moments = [x for x in jax.tree.leaves(trainer.state) if x.ndim >= 2]
     assert {x.dtype for x in moments} == {jnp.dtype(jnp.bfloat16)}
     assert {x.dtype for x in jax.tree.leaves(trainer.updates)} == {jnp.dtype(jnp.float32)}
@@ -290,7 +294,7 @@ def test_a_small_norm_is_not_scaled_up() -> None:
     layout = mfsdp.plan(params, make_mesh(8))
     owned = layout.trainable(layout.shard(grads))
     tx = mfsdp.clip_by_global_norm(1e3, layout=layout)
-    updates, _ = tx.update(owned, tx.init(owned))
+    updates, _ = jax.jit(tx.update)(owned, tx.init(owned))
     jax.tree.map(np.testing.assert_array_equal, updates, owned)
 
 
@@ -431,17 +435,17 @@ def test_injection_without_static_steps_says_what_to_write() -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_skipped_step_leaves_no_trace(form: str) -> None:
-    params = draw(SHAPES, 0)
-    trainer = Trainer(form, lambda **w: optax.apply_if_finite(muon()(**w), 5), params, RULES)
+    params = draw(FEW, 0)
+    trainer = Trainer(form, lambda **w: optax.apply_if_finite(muon()(**w), 5), params)
     fresh = jax.tree.map(np.asarray, trainer.state.inner_state)
-    bad = draw(SHAPES, 1)
-    bad["layers"][2, 0, 0] = np.inf
+    bad = draw(FEW, 1)
+    bad["tall"][2, 0] = np.inf
     got = trainer.step(bad)
     jax.tree.map(np.testing.assert_array_equal, got, params)
     jax.tree.map(np.testing.assert_array_equal, trainer.state.inner_state, fresh)
     assert int(trainer.state.total_notfinite) == 1
-    got = trainer.step(draw(SHAPES, 2))
-    want = Trainer(form, muon(), params, RULES).step(draw(SHAPES, 2))
+    got = trainer.step(draw(FEW, 2))
+    want = Trainer(form, muon(), params).step(draw(FEW, 2))
     assert_trees_close(got, want, atol=1e-7)
 
 
@@ -504,10 +508,10 @@ def test_masked_on_owner_params(hide: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_unknown_extra_arguments_pass(form: str) -> None:
-    params, grads = draw(SHAPES, 0), draw(SHAPES, 1)
-    trainer = Trainer(form, muon(), params, RULES)
+    params, grads = draw(FEW, 0), draw(FEW, 1)
+    trainer = Trainer(form, muon(), params)
     want = trainer.step(grads)
-    again = Trainer(form, muon(), params, RULES)
+    again = Trainer(form, muon(), params)
     g = grads if again.layout is None else again.layout.trainable(again.layout.shard(grads))
     p = again.params if again.layout is None else again.layout.trainable(again.params)
     updates, _ = jax.jit(again.tx.update)(g, again.state, p, value=1.0, unknown=jnp.ones(2))
@@ -518,9 +522,9 @@ def test_unknown_extra_arguments_pass(form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_state_keeps_its_types_and_shardings(form: str) -> None:
-    trainer = Trainer(form, muon(rest=optax.adamw(1e-3)), draw(SHAPES, 0), RULES)
+    trainer = Trainer(form, muon(rest=optax.adamw(1e-3)), draw(FEW, 0))
     before = jax.tree.map(jax.typeof, trainer.state)
-    trainer.step(draw(SHAPES, 1))
+    trainer.step(draw(FEW, 1))
     assert jax.tree.map(jax.typeof, trainer.state) == before
     if trainer.layout is None:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trainer.params)
@@ -605,7 +609,7 @@ def test_clip_is_the_global_one_inside_shard_map_and_in_jit(explicit: bool) -> N
         return tx.update(g, tx.init(g))[0]
 
     inside = jax.shard_map(clip, mesh=layout.mesh, in_specs=(layout.specs,), out_specs=layout.specs)
-    for fn in (clip, jax.jit(clip), jax.jit(inside)):
+    for fn in (jax.jit(clip), jax.jit(inside)):
         assert_trees_close(layout.unshard(fn(owned)), want, atol=1e-7)
     norm = np.sqrt(sum(np.sum(g**2) for g in grads.values()))
     np.testing.assert_allclose(mfsdp.global_norm(owned, layout), norm, rtol=1e-6)
@@ -696,4 +700,4 @@ def test_decay_without_parameters_says_what_is_missing() -> None:
     tx = mfsdp.muon(0.1, layout=layout)
     owned = layout.trainable(layout.shard(params))
     with pytest.raises(ValueError, match=r"tx\.update\(grads, state, params\)"):
-        tx.update(owned, tx.init(owned))
+        jax.eval_shape(lambda owned: tx.update(owned, tx.init(owned)), owned)

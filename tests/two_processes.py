@@ -11,7 +11,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 os.environ["JAX_PLATFORMS"] = "cpu"
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import jax  # noqa: E402
+import jax
 
 RANK = int(sys.argv[1])
 jax.config.update("jax_cpu_collectives_implementation", "gloo")

@@ -75,11 +75,12 @@ def global_mean(value: Any, axis: collectives.Axis) -> tuple[jax.Array, jax.Arra
 
 
 def _scalar(value: Any) -> jax.Array:
-    shape = jnp.shape(value)
-    if shape != ():
+    leaves = jax.tree.leaves(value)
+    if len(leaves) != 1 or leaves[0] is not value or jnp.shape(value) != ():
+        shape = jax.tree.map(jnp.shape, value)
         raise ValueError(
             f"the loss must be a scalar (or a pair of scalars: sum, count), got shape {shape}; "
-            "average it over the local batch"
+            "average it over the local batch, or pass has_aux=True if it returns auxiliary values"
         )
     value = jnp.asarray(value)
     return value.astype(jnp.promote_types(jnp.float32, value.dtype))

@@ -102,7 +102,8 @@ def on_canonical(
             )[None]
             for c in plan.classes
         }
-        stacks, _ = make(plan, jnp.asarray).update(stacks, optax.EmptyState())
+        tx = make(plan, jnp.asarray)
+        stacks, _ = tx.update(stacks, tx.init(stacks))
         pieces: list[list[Any]] = [[] for _ in values]
         for c in plan.classes:
             for m, (_, wave) in zip(c.matrices, c.slots, strict=True):

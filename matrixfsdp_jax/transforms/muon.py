@@ -20,6 +20,8 @@ from matrixfsdp_jax.linalg.orthogonalize import orthogonalize
 
 PyTree = Any
 ScalarOrSchedule = Any
+Tables = Mapping[str, np.ndarray]
+Local = Callable[[np.ndarray], jax.Array]
 
 
 class MuonState(NamedTuple):
@@ -91,19 +93,15 @@ def scale_by_momentum(
 
 
 def orthogonalize_stacks(
-    factors: Mapping[str, np.ndarray],
-    local: Callable[[np.ndarray], jax.Array],
     *,
     ns_steps: int = 5,
     ns_coefficients: Any = "keller",
     eps: float = 1e-8,
     ns_dtype: Any = None,
 ) -> optax.GradientTransformation:
-    """Replace every matrix by its Newton-Schulz orthogonalisation times its own factor.
+    """Replace every matrix by its Newton-Schulz orthogonalisation.
 
     Args:
-      factors: class key -> float table ``[N, W]``, one scale factor per slot.
-      local: the part of such a table that belongs to the stacks at hand.
       ns_steps: number of Newton-Schulz steps.
       ns_coefficients: name of a coefficient table, or its rows.
       eps: added to the norm of a matrix whose largest entry was scaled into [1, 2).
@@ -123,41 +121,62 @@ def orthogonalize_stacks(
             if isinstance(stack, optax.MaskedNode):
                 return stack
             with jax.named_scope(f"newton_schulz/{key}"):
-                whole = orthogonalize(stack, **options)
-                scale = local(factors[key])[..., None, None]
-                return whole * scale.astype(whole.dtype)
+                return orthogonalize(stack, **options)
 
         return {key: one(key, stack) for key, stack in updates.items()}, state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
+def scale_stacks(factors: Tables, local: Local) -> optax.GradientTransformation:
+    """Multiply every matrix by its own factor.
+
+    Args:
+      factors: class key -> float table ``[N, W]``, one factor per slot.
+      local: the part of such a table that belongs to the stacks at hand.
+    """
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
+        del params
+        return _per_slot(updates, factors, local), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
 def decay_stacks(
-    weight_decay: ScalarOrSchedule,
-    keep: Mapping[str, np.ndarray],
-    local: Callable[[np.ndarray], jax.Array],
+    weight_decay: ScalarOrSchedule, factors: Tables, local: Local
 ) -> optax.GradientTransformation:
-    """Add ``weight_decay * params`` to the updates of the matrices whose slot is kept.
+    """Add ``weight_decay * factor * params`` to the updates.
+
+    Stands before ``scale_stacks``, with factors divided by its own. The sum then has one product;
+    of two, the compiler may fuse either with the addition, and the last bit would depend on the
+    number of devices.
 
     Args:
       weight_decay: a number, or a schedule of the number of updates already made.
-      keep: class key -> table ``[N, W]`` of 1 (decayed) and 0 (not).
-      local: as in ``orthogonalize_stacks``.
+      factors: class key -> float table ``[N, W]``, 0 where a matrix is not decayed.
+      local: as in ``scale_stacks``.
     """
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
         if params is None:
             raise ValueError("weight decay needs the parameters: tx.update(grads, state, params)")
-        masked = {
-            key: stack
-            if isinstance(stack, optax.MaskedNode)
-            else stack * local(keep[key])[..., None, None].astype(stack.dtype)
-            for key, stack in params.items()
-        }
-        return decay.update(updates, state, masked)
+        return decay.update(updates, state, _per_slot(params, factors, local))
 
     decay = optax.add_decayed_weights(weight_decay)
     return optax.GradientTransformation(decay.init, update)
+
+
+def _per_slot(stacks: dict[str, Any], tables: Tables, local: Local) -> dict[str, Any]:
+    """Every matrix times the number of its slot, in float32 or wider."""
+
+    def times(key: str, stack: Any) -> Any:
+        if isinstance(stack, optax.MaskedNode):
+            return stack
+        dtype = wide(stack.dtype)
+        return stack.astype(dtype) * local(tables[key])[..., None, None].astype(dtype)
+
+    return {key: times(key, stack) for key, stack in stacks.items()}
 
 
 def wide(dtype: Any) -> Any:
