@@ -143,7 +143,7 @@ def muon(
         local: Any, learning_rate: Any, weight_decay: Any, **numbers: Any
     ) -> optax.GradientTransformation:
         return optax.chain(
-            replace(core, **numbers).direction(),
+            *replace(core, **numbers).direction(),
             decay_stacks(weight_decay, decays, local),
             core.scaling(layout.plan.classes, local),
             optax.scale_by_learning_rate(learning_rate),
@@ -193,7 +193,7 @@ def scale_by_muon(
 
     def matrix(local: Any, **numbers: Any) -> optax.GradientTransformation:
         own = replace(core, **numbers)
-        return optax.chain(own.direction(), own.scaling(layout.plan.classes, local))
+        return optax.chain(*own.direction(), own.scaling(layout.plan.classes, local))
 
     tx = on_owners(matrix, layout, momentum=momentum, eps=eps)
     return _route_owned(tx, optax.identity(), layout)
@@ -268,9 +268,9 @@ class _MuonCore:
     def factor(self, matrix: Matrix) -> float:
         return self.scale(matrix.fan_in, matrix.fan_out)
 
-    def direction(self) -> optax.GradientTransformation:
-        """On stacks, orthogonal and not scaled."""
-        return optax.chain(self._momentum(), self._orthogonalize())
+    def direction(self) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
+        """Momentum and orthogonalisation of stacks, not scaled; to be chained."""
+        return self._momentum(), self._orthogonalize()
 
     def scaling(self, classes: tuple[ShapeClass, ...], local: Any) -> optax.GradientTransformation:
         return scale_stacks(slot_tables(classes, self.factor), local)

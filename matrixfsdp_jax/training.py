@@ -1,8 +1,9 @@
 """Train and eval steps: gather, differentiate, reduce to the owners, update.
 
 The loss and its gradient run under ``jax.shard_map`` over the owner axis; the optimizer then runs
-on global owner params in the same jitted program, so that any optax transformation means what it
-means on one device (matrix optimizers of this package enter ``shard_map`` by themselves).
+on global owner params in the same jitted program, so that elementwise and global transformations of
+optax mean what they mean on one device; those that look at one leaf's shape or norm (adafactor,
+lamb, adaptive clipping) see a whole stack. This package's own enter ``shard_map`` by themselves.
 """
 
 from collections.abc import Callable
@@ -156,6 +157,7 @@ def train_step(
         owned: OwnerParams, state: PyTree, batch: PyTree, key: Any, model_state: PyTree
     ) -> tuple[Any, ...]:
         layout.check_owned(owned)
+        _refuse_donated(owned=owned, state=state, model_state=model_state)
         if (model_state is not None) != has_model_state:
             raise ValueError(
                 "model_state= goes with train_step(..., model_state_reduction=...): got "
@@ -202,10 +204,22 @@ def eval_step(fn: Callable[..., Any], layout: OwnerLayout) -> Callable[..., Any]
 
     def evaluate(owned: OwnerParams, batch: PyTree, *args: Any) -> PyTree:
         layout.check_owned(owned)
+        _refuse_donated(owned=owned)
         gradients.batch_specs(layout, batch)
         return _settled(run(owned, gradients.shard_batch(layout, batch), args), layout)
 
     return evaluate
+
+
+def _refuse_donated(**trees: PyTree) -> None:
+    """An earlier step may have used a buffer up; XLA's CPU devices end the process over that."""
+    for name, tree in trees.items():
+        for keys, x in jtu.tree_leaves_with_path(tree):
+            if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted():
+                raise ValueError(
+                    f"{name}{jtu.keystr(keys)} was donated to an earlier step and is gone; go on "
+                    "with what that step returned, or build it with train_step(..., donate=False)"
+                )
 
 
 def _settled(out: Any, layout: OwnerLayout) -> Any:

@@ -446,7 +446,7 @@ def test_a_skipped_step_leaves_no_trace(form: str) -> None:
     assert int(trainer.state.total_notfinite) == 1
     got = trainer.step(draw(FEW, 2))
     want = Trainer(form, muon(), params).step(draw(FEW, 2))
-    assert_trees_close(got, want, atol=1e-7)
+    assert_trees_close(got, want, atol=1e-6)
 
 
 def test_masked_on_the_users_tree() -> None:

@@ -1,8 +1,15 @@
-"""A loop that never waits must not deadlock XLA's CPU devices, which share one thread pool."""
+"""What XLA's simulated CPU devices do not survive: piled-up programs and used-up buffers."""
 
 import os
 import subprocess
 import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import matrixfsdp_jax as mfsdp
+from tests.models import make_mesh
 
 LOOP = """
 import jax, jax.numpy as jnp, numpy as np
@@ -39,3 +46,21 @@ def test_steps_that_nobody_waits_for():
         check=False,
     )
     assert run.stdout.strip() == "finite True", run.stderr[-2000:]
+
+
+def test_buffers_that_a_step_used_up_are_refused():
+    """XLA's CPU devices would end the process."""
+    params = {"w": np.ones((4, 8), np.float32)}
+    layout = mfsdp.plan(params, make_mesh(8))
+    tx = mfsdp.muon(0.1, layout=layout)
+    owned = layout.shard(params)
+    state = layout.init(tx, owned)
+    step = mfsdp.train_step(lambda p, b: jnp.sum(p["w"]) * jnp.mean(b), tx, layout)
+    batch = np.ones((8, 2), np.float32)
+    new_owned, _, _ = step(owned, state, batch)
+    with pytest.raises(ValueError, match=r"owned.stacks\['4x8:float32'\] was donated"):
+        step(owned, state, batch)
+    with pytest.raises(ValueError, match=r"state.* was donated to an earlier step"):
+        step(new_owned, state, batch)
+    with pytest.raises(ValueError, match="was donated"):
+        mfsdp.eval_step(lambda p, b: jnp.sum(p["w"]), layout)(owned, batch)

@@ -78,6 +78,17 @@ def test_the_update_moves_no_matrix(n: int, explicit: bool) -> None:
         assert found.count("all-reduce", scalar=True) == found.count() == clip
 
 
+@pytest.mark.parametrize("explicit", [True, False], ids=["explicit", "auto"])
+def test_skipping_and_accumulating_wrappers_move_no_matrix(explicit: bool) -> None:
+    s = Setup(8, explicit, clip=False)
+    wrappers = {optax.apply_if_finite(s.tx, 3): 1, optax.MultiSteps(s.tx, 2): 0}
+    for tx, scalars in wrappers.items():
+        state = s.layout.init(tx, s.owned)
+        found = mfsdp.audit(jax.jit(tx.update), s.owned, state, s.owned)
+        found.assert_no_matrix_collectives()
+        assert found.count() == scalars
+
+
 @pytest.mark.parametrize(("n", "explicit"), [(8, True), (8, False), (2, True), (3, True)])
 def test_the_step_sends_what_the_plan_says(n: int, explicit: bool) -> None:
     """Three scalars: the loss, the gradient norm (that of the clipping too), the update norm."""

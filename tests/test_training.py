@@ -1,5 +1,6 @@
 """Owner training against single-device training, and every option of the two steps."""
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -166,6 +167,18 @@ def test_owner_training_equals_single_device_training(
     np.testing.assert_allclose(got, losses, atol=1e-4)
 
 
+def test_two_mesh_axes_own_together() -> None:
+    problem, one = PROBLEMS["tiny"], Run(PROBLEMS["tiny"])
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
+    layout = mfsdp.plan(problem.params, mesh, owner_axis=("data", "fsdp"), rules=problem.given)
+    tx = optimizer(layout)
+    owned = layout.shard(problem.params)
+    state, step = layout.init(tx, owned), mfsdp.train_step(problem.loss, tx, layout)
+    for batch in problem.batches[:3]:
+        owned, state, metrics = step(owned, state, batch)
+        assert_trees_close(metrics, one(batch), atol=1e-6)
+
+
 @pytest.mark.parametrize("width", [32, 20])
 def test_the_same_gradients_give_the_same_update_on_every_device_count(width: int) -> None:
     """Bit for bit where all dims are multiples of 32; three steps, so that momentum takes part."""
@@ -304,7 +317,10 @@ def test_donation_eats_owner_params_and_never_the_users_arrays() -> None:
 @pytest.mark.slow
 def test_two_processes_feed_their_own_halves_of_the_batch() -> None:
     """Twelve examples per process on eight devices: the global batch divides, the halves do not."""
-    port, program = "12421", Path(__file__).parent / "two_processes.py"
+    program = Path(__file__).parent / "two_processes.py"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
     processes = [
         subprocess.Popen(
             [sys.executable, str(program), str(rank), port],
@@ -600,15 +616,20 @@ def test_the_loss_reaches_the_optimizer_as_value() -> None:
 
 @pytest.mark.parametrize("explicit", [True, False], ids=["explicit", "auto"])
 def test_a_non_finite_step_is_skipped_by_all_devices(explicit: bool) -> None:
-    def make(layout: Any) -> optax.GradientTransformation:
+    def around(layout: Any) -> optax.GradientTransformation:
         return optax.apply_if_finite(optimizer(layout), 3)
 
-    run = Run(SMALL, 8, explicit, make=make)
+    def before(layout: Any) -> optax.GradientTransformation:
+        return optax.chain(optax.apply_if_finite(optax.identity(), 3), optimizer(layout))
+
     bad = small_batch()
     bad["x"][0, 0] = np.nan  # one example of one device
-    metrics = run(bad)
-    assert np.isnan(metrics["loss"])
+    run, filtered = Run(SMALL, 8, explicit, around), Run(SMALL, 8, explicit, before)
+    for each in (run, filtered):
+        assert np.isnan(each(bad)["loss"])
     jax.tree.map(np.testing.assert_array_equal, run.params, SMALL.params)
+    zero = jax.tree.map(lambda p: (1 - 0.02 * 0.1) * p, {"w": SMALL.params["w"]})
+    assert_trees_close({"w": filtered.params["w"]}, zero, atol=1e-6)  # decay alone
     plain = Run(SMALL, 8, explicit)
     run(small_batch()), plain(small_batch())
     assert_trees_close(run.params, plain.params, atol=1e-6)
@@ -623,6 +644,22 @@ def test_frozen_leaves_train_nothing_and_reach_the_model() -> None:
     np.testing.assert_array_equal(run.params["w"], SMALL.params["w"])
     assert np.abs(run.params["bias"]).max() > 0
     assert run.layout.specs.stacks == {}
+
+
+def test_steps_may_run_in_a_scan() -> None:
+    one, many = Run(SMALL), Run(SMALL)
+    want = [float(one(batch)["loss"]) for batch in SMALL.batches]
+
+    @jax.jit
+    def train(owned: Any, state: Any, batches: Any) -> Any:
+        def body(carry: Any, batch: Any) -> Any:
+            *carry, metrics = many.step(*carry, batch)
+            return tuple(carry), metrics["loss"]
+
+        return jax.lax.scan(body, (owned, state), batches)[1]
+
+    batches = jax.tree.map(lambda *x: np.stack(x), *SMALL.batches)
+    np.testing.assert_allclose(train(many.owned, many.state, batches), want, rtol=1e-5)
 
 
 def test_a_step_lowers_from_shapes_alone() -> None:

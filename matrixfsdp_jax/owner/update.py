@@ -62,6 +62,9 @@ def on_owners(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:
         specs, state_specs = layout.specs.stacks, layout.tree_specs(state)
+        if not collectives.manual_over(axis):
+            # The zeros of a skipped step (optax.apply_if_finite) come unsharded on Explicit meshes.
+            updates = jax.device_put(updates, layout.shardings.stacks)
 
         def run(
             updates: PyTree, state: PyTree, params: PyTree, extra: PyTree, arrays: PyTree
@@ -146,6 +149,7 @@ def global_norm(tree: OwnerParams, layout: OwnerLayout) -> jax.Array:
     tree = layout.trainable(tree)
     if collectives.manual_over(axis):
         return norm(tree)
+    tree = jax.device_put(tree, layout.trainable(layout.shardings))
     return jax.shard_map(norm, mesh=layout.mesh, in_specs=(specs,), out_specs=P())(tree)
 
 

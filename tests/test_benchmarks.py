@@ -1,0 +1,37 @@
+"""The benchmark scripts run, at a size that measures nothing."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(script: str, *options: str) -> str:
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / script, *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+    return done.stdout
+
+
+def test_optimizer_step():
+    out = run(
+        "optimizer_step.py", *["--layers", "1", "--width", "32", "--devices", "2", "--rounds", "2"]
+    )
+    assert "6 matrices, width 32, 2 simulated devices" in out
+    cells = {
+        row[1].strip(): [c.strip() for c in row[2:-1]]
+        for row in (line.split("│") for line in out.splitlines())
+        if len(row) > 3
+    }
+    assert cells["owner muon"][4] == "0"
+    assert int(cells["optax, FSDP"][4]) > 0
+    assert re.search(r"speed-up over optax.contrib.muon: \d+\.\dx", out)
