@@ -806,3 +806,11 @@ def test_an_optimizer_of_another_layout_is_refused() -> None:
     step = mfsdp.train_step(mean_loss, mfsdp.clip_by_global_norm(1.0, layout=other), run.layout)
     with pytest.raises(ValueError, match="use the layout that sharded"):
         step(run.owned, optax.EmptyState(), small_batch())
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64])
+def test_a_loss_without_a_gradient_is_refused(dtype: Any) -> None:
+    layout = mfsdp.plan({"w": np.ones((4, 8), np.float32)}, make_mesh(2))
+    grad = layout.value_and_grad(lambda p, b: jnp.sum(p["w"]).astype(dtype))
+    with pytest.raises(ValueError, match=f"the loss is {jnp.dtype(dtype).name} and has no gradi"):
+        jax.eval_shape(grad, layout.abstract, np.ones((2, 1), np.float32))

@@ -46,6 +46,9 @@ def local_value_and_grad(
         out = loss_fn(layout.gather(trainable._replace(frozen=owned.frozen)))
         loss, aux = split_aux(out, has_aux)
         mean, count = global_mean(loss, layout.owner_axis)
+        dtype = jnp.result_type(loss[0] if isinstance(loss, tuple) else loss)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(f"the loss is {dtype} and has no gradient; return a real float")
         return mean, (count, aux)
 
     grad_fn = jax.value_and_grad(objective, has_aux=True)
