@@ -2,17 +2,23 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from matrixfsdp_jax.layout.rules import route
-from matrixfsdp_jax.layout.spec import Leaf, LeafRoute, Matrix, ShapeClass, is_inexact
-from matrixfsdp_jax.owner.collectives import manual_over
-from matrixfsdp_jax.owner.params import OwnerLayout, OwnerParams
+from matrixfsdp_jax.layout.spec import Matrix, ShapeClass
+from matrixfsdp_jax.owner.params import OwnerLayout
+from matrixfsdp_jax.owner.routed import (
+    Routes,
+    check_owned,
+    decay_tables,
+    refuse_rules,
+    route_owned,
+    route_tree,
+    slot_tables,
+)
 from matrixfsdp_jax.owner.update import global_norm, on_canonical, on_owners
 from matrixfsdp_jax.transforms.muon import (
     check_number,
@@ -25,14 +31,6 @@ from matrixfsdp_jax.transforms.scaling import scale_fn
 
 PyTree = Any
 ScalarOrSchedule = Any
-Routes = dict[str, tuple[Leaf, LeafRoute]]
-
-
-class RouteState(NamedTuple):
-    """State of an optimizer on owner params: one part for the stacks, one for the rest."""
-
-    matrix: Any
-    rest: Any
 
 
 def muon(
@@ -135,9 +133,9 @@ def muon(
                 optax.scale_by_learning_rate(learning_rate),
             )
 
-        return _route_tree(on_tree, rest, rules)
-    _refuse_rules(rules)
-    decays = _decay_tables(layout, weight_decay_mask, core.factor)
+        return route_tree(on_tree, rest, rules)
+    refuse_rules(rules)
+    decays = decay_tables(layout, weight_decay_mask, core.factor)
 
     def matrix(
         local: Any, learning_rate: Any, weight_decay: Any, **numbers: Any
@@ -155,7 +153,7 @@ def muon(
         "momentum": momentum,
         "eps": eps,
     }
-    return _route_owned(on_owners(matrix, layout, **numbers), rest, layout)
+    return route_owned(on_owners(matrix, layout, **numbers), rest, layout)
 
 
 def scale_by_muon(
@@ -188,15 +186,15 @@ def scale_by_muon(
         scale_fn(scale),
     )
     if layout is None:
-        return _route_tree(lambda routes, _: core.on_tree(routes), optax.identity(), rules)
-    _refuse_rules(rules)
+        return route_tree(lambda routes, _: core.on_tree(routes), optax.identity(), rules)
+    refuse_rules(rules)
 
     def matrix(local: Any, **numbers: Any) -> optax.GradientTransformation:
         own = replace(core, **numbers)
         return optax.chain(*own.direction(), own.scaling(layout.plan.classes, local))
 
     tx = on_owners(matrix, layout, momentum=momentum, eps=eps)
-    return _route_owned(tx, optax.identity(), layout)
+    return route_owned(tx, optax.identity(), layout)
 
 
 def clip_by_global_norm(
@@ -217,7 +215,7 @@ def clip_by_global_norm(
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         del params
-        _check_owned(layout, updates)
+        check_owned(layout, updates)
         norm = global_norm(updates, layout)
         factor = max_norm / jnp.maximum(norm, max_norm)
         return jax.tree.map(lambda u: (u * factor).astype(u.dtype), updates), state
@@ -283,144 +281,3 @@ class _MuonCore:
             routes,
         )
         return optax.chain(self._momentum(), packed)
-
-
-def slot_tables(
-    classes: tuple[ShapeClass, ...], value: Callable[[Matrix], float]
-) -> dict[str, np.ndarray]:
-    """One number per slot, float64 ``[N, W]`` per class; 0 in pad slots."""
-    tables = {}
-    for c in classes:
-        table = np.zeros((c.num_devices, c.num_waves))
-        for matrix, slot in zip(c.matrices, c.slots, strict=True):
-            table[slot] = value(matrix)
-        tables[c.key] = table
-    return tables
-
-
-def _route_owned(
-    matrix: optax.GradientTransformation,
-    rest: optax.GradientTransformation,
-    layout: OwnerLayout,
-) -> optax.GradientTransformationExtraArgs:
-    """One optimizer for the stacks, one for the rest, on owner params."""
-    matrix, rest = _keep_dtypes(matrix), optax.with_extra_args_support(rest)
-
-    def init(owned: OwnerParams) -> RouteState:
-        _check_owned(layout, owned)
-        return RouteState(matrix.init(owned.stacks), rest.init(owned.rest))
-
-    def update(
-        updates: OwnerParams, state: RouteState, params: Any = None, **extra: Any
-    ) -> tuple[OwnerParams, RouteState]:
-        _check_owned(layout, updates)
-        stacks, rest_params = (None, None)
-        if params is not None:
-            _check_owned(layout, params)
-            stacks, rest_params = params.stacks, params.rest
-        new_stacks, m_state = matrix.update(updates.stacks, state.matrix, stacks, **extra)
-        new_rest, r_state = rest.update(updates.rest, state.rest, rest_params, **extra)
-        return updates._replace(stacks=new_stacks, rest=new_rest), RouteState(m_state, r_state)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _check_owned(layout: OwnerLayout, owned: Any) -> None:
-    if not isinstance(owned, OwnerParams):
-        raise TypeError(
-            f"this optimizer was built with layout={layout!r} and updates owner params "
-            f"(layout.shard(params)), but got {type(owned).__name__}. Train with "
-            "mfsdp.train_step, or hold the owner params in a flax TrainState; nnx.Optimizer "
-            "holds a model's own tree, for which use the optimizer without a layout"
-        )
-    expected = layout.specs
-    if set(owned.stacks) != set(expected.stacks) or set(owned.rest) != set(expected.rest):
-        raise ValueError(
-            f"owner params with stacks {sorted(owned.stacks)} and {len(owned.rest)} rest leaves "
-            f"are not those of {layout!r}, with {sorted(expected.stacks)} and "
-            f"{len(expected.rest)}; use the layout that sharded them"
-        )
-    devices = 1 if manual_over(layout.owner_axis) else layout.num_devices
-    for c in layout.plan.classes:
-        shape = getattr(owned.stacks[c.key], "shape", None)  # None where optax masked it out
-        if shape not in (None, (devices, *c.stack_shape[1:])):
-            raise ValueError(
-                f"stack {c.key!r} has shape {shape}, but this optimizer was built with {layout!r} "
-                f"and expects {(devices, *c.stack_shape[1:])}; use the layout that sharded it"
-            )
-
-
-def _route_tree(
-    make_matrix: Callable[[Routes, PyTree], optax.GradientTransformation],
-    rest: optax.GradientTransformation,
-    rules: Any,
-) -> optax.GradientTransformationExtraArgs:
-    """One optimizer for matrix leaves, one for the rest, none for frozen ones, on any tree."""
-
-    def build(tree: PyTree) -> optax.GradientTransformationExtraArgs:
-        masked = any(
-            isinstance(x, optax.MaskedNode)
-            for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
-        )
-        routed = route(tree, rules, allow_unused=masked)
-        labels = [r.route if is_inexact(leaf.dtype) else "frozen" for leaf, r in routed]
-        routes = {leaf.path: (leaf, r) for leaf, r in routed}
-        parts = {
-            "matrix": _keep_dtypes(make_matrix(routes, tree)),
-            "rest": rest,
-            "frozen": optax.set_to_zero(),
-        }
-        return optax.partition(parts, jax.tree.unflatten(jax.tree.structure(tree), labels))
-
-    def init(params: PyTree) -> PyTree:
-        return build(params).init(params)
-
-    def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
-    ) -> tuple[PyTree, PyTree]:
-        # Shapes alone: one gradient array may well stand at two paths, one parameter may not.
-        shapes = jax.tree.map(lambda u: jax.ShapeDtypeStruct(u.shape, u.dtype), updates)
-        return build(shapes).update(updates, state, params, **extra)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _keep_dtypes(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """``tx`` with its updates cast to the dtype of the gradients."""
-    tx = optax.with_extra_args_support(tx)
-
-    def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
-    ) -> tuple[PyTree, PyTree]:
-        new, state = tx.update(updates, state, params, **extra)
-        return jax.tree.map(lambda u, g: u.astype(g.dtype), new, updates), state
-
-    return optax.GradientTransformationExtraArgs(tx.init, update)
-
-
-def _decay_tables(
-    layout: OwnerLayout, mask: Any, factor: Callable[[Matrix], float]
-) -> dict[str, np.ndarray]:
-    """The weight-decay mask, given in canonical names, as 0 or 1 over the factor of each slot."""
-    shapes = [jax.ShapeDtypeStruct(lp.leaf.shape, lp.leaf.dtype) for lp in layout.plan.leaves]
-    tree = jax.tree.unflatten(layout.treedef, shapes)
-    mask = mask(tree) if callable(mask) else True if mask is None else mask
-    try:
-        spread = jax.tree.map(
-            lambda keep, part: jax.tree.map(lambda _: bool(keep), part), mask, tree
-        )
-    except ValueError as error:
-        raise ValueError(
-            "weight_decay_mask is not a prefix of the parameter tree that was planned "
-            f"({error}); give booleans in the structure of the parameters, or a function of them"
-        ) from error
-    keep = jax.tree.leaves(spread)
-    return slot_tables(layout.plan.classes, lambda m: keep[m.leaf] / factor(m))
-
-
-def _refuse_rules(rules: Any) -> None:
-    if rules is not None:
-        raise ValueError(
-            "rules= is for layout=None; a layout already has its routes, so give the rules to "
-            "mfsdp.plan(params, mesh, rules=...)"
-        )
