@@ -68,7 +68,8 @@ def muon(
       nesterov: mix the gradient in once more.
       ns_steps: Newton-Schulz steps.
       ns_coefficients: name of a coefficient table, or its rows ``(a, b, c)``.
-      ns_dtype: dtype of the iteration; None is float32 (float64 for float64).
+      ns_dtype: dtype of the iteration; None is float32 on CPU, float16 on GPU, bfloat16 on TPU
+        (float64 for float64).
       eps: added to a matrix's norm after it was scaled to a largest entry in [1, 2); > 0.
       scale: factor on the orthogonal update, by formula: ``"sqrt_max_1_out_in"``
         (``sqrt(max(1, fan_out / fan_in))``), ``"rms_0.2"`` (``0.2 sqrt(max(fan_out, fan_in))``),

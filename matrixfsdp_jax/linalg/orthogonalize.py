@@ -5,49 +5,73 @@ Shape legend: ``m, n`` rows and columns of a matrix; ``...`` any batch dims.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from matrixfsdp_jax.linalg.coefficients import Row, newton_schulz_table
+from matrixfsdp_jax.linalg.algorithms import (
+    ALGORITHMS,
+    Algorithm,
+    Platform,
+    block_edges,
+    choose_algorithm,
+    segment_lengths,
+)
+from matrixfsdp_jax.linalg.coefficients import Schedule, newton_schulz_schedule
+from matrixfsdp_jax.linalg.newton_schulz import Form, iterate
 
 Batching = Literal["auto", "map", "batched"]
 
-_ITERATION_DTYPES = ("bfloat16", "float16", "float32", "float64")
+_REAL_DTYPES = ("bfloat16", "float16", "float32", "float64")
+_COMPLEX_DTYPES = ("complex64", "complex128")
+
+# What `dtype=None` iterates float32 and narrower in: float16 has three bits more than bfloat16, and
+# TPUs multiply only bfloat16 at full rate.
+_DEFAULT_DTYPE: dict[Platform, str] = {"cpu": "float32", "gpu": "float16", "tpu": "bfloat16"}
 
 
 def orthogonalize(
     x: ArrayLike,
     *,
     steps: int = 5,
-    coefficients: str | Sequence[Sequence[float]] = "keller",
+    coefficients: str | Schedule | Sequence[Sequence[float]] = "keller",
     eps: float = 1e-8,
     dtype: DTypeLike | None = None,
+    algorithm: Literal["auto"] | Algorithm = "auto",
     batching: Batching = "auto",
 ) -> jax.Array:
     """Return every matrix of ``x`` with its singular values driven towards 1.
 
-    With ``X_0 = x / (|x|_F + eps)``, each step is ``X <- a X + b (X X^T) X + c (X X^T)^2 X`` with
-    the row ``(a, b, c)`` of its table. Singular vectors stay, singular values go through the odd
-    polynomials ``a s + b s^3 + c s^5``, so the result is near ``U V^T`` of ``x = U S V^T`` and not
-    equal to it: the table says how near. Tall matrices are iterated transposed, which gives the
-    same result from the smaller Gram matrix.
+    With ``X_0 = x / (|x|_F + eps)``, each step is ``X <- a X + b (X X^H) X + c (X X^H)^2 X`` with
+    the row ``(a, b, c)`` of its schedule. Singular vectors stay, singular values go through the odd
+    polynomials ``a s + b s^3 + c s^5``, so the result is near ``U V^H`` of ``x = U S V^H`` and not
+    equal to it: the schedule says how near (`polar` gives ``U V^H`` itself). Tall matrices are
+    iterated transposed, which gives the same result from the smaller Gram matrix.
 
     The result does not depend on the scale of ``x``: every matrix is first multiplied by a power
     of two (exact) that brings its largest entry into ``[1, 2)``. A zero matrix gives exact zeros.
     A matrix with a NaN or an infinity gives NaN everywhere, and touches no other matrix.
 
     Args:
-      x: ``[..., m, n]`` with ``m, n >= 1``, real floating of any width.
+      x: ``[..., m, n]`` with ``m, n >= 1``, real floating of any width or complex.
       steps: number of Newton-Schulz steps, an int in ``[1, 50]``.
-      coefficients: name of a table, or rows ``(a, b, c)``; see `newton_schulz_table`.
+      coefficients: name of a schedule, a `Schedule`, or rows ``(a, b, c)``; see
+        `newton_schulz_schedule`.
       eps: added to the Frobenius norm, positive. The norm is that of the scaled matrix, so this is
         relative to the largest entry.
-      dtype: what the iteration is stored in: bfloat16, float16, float32 or float64. None takes
-        float64 for float64 ``x`` and float32 for all others.
+      dtype: what the iteration is stored in: bfloat16, float16, float32 or float64 for real ``x``,
+        complex64 or complex128 for complex ``x``. None takes float64 for float64 ``x`` and the
+        dtype of complex ``x``; for all others it goes by the platform that the program is lowered
+        for: float16 on GPU, bfloat16 on TPU, float32 on CPU and elsewhere.
+      algorithm: ``"standard"`` works on the whole matrix in every step. ``"gram"`` works on the
+        ``[m, m]`` Gram matrix and touches the whole matrix only at restarts and at the end.
+        ``"standard_symmetric"`` and ``"gram_symmetric"`` compute only the blocks on and below the
+        diagonal of their symmetric products. ``"auto"`` goes by shape, dtype and platform; see
+        `choose_algorithm`. All give the same result up to rounding.
       batching: ``"map"`` takes one matrix after the other, ``"batched"`` all in one product.
         ``"auto"`` is ``"map"`` where the program is lowered for CPU (faster there, and a matrix
         gets the same bits whatever the size of its batch) and ``"batched"`` on accelerators.
@@ -58,7 +82,7 @@ def orthogonalize(
       ``[..., m, n]`` in the dtype of ``x``.
 
     Raises:
-      TypeError: if ``x`` is not real floating, or ``steps`` is not an int.
+      TypeError: if ``x`` is neither real floating nor complex, or ``steps`` is not an int.
       ValueError: if ``x`` has fewer than two dims or a matrix dim of size 0, or another argument is
         out of its range. The message has the value.
 
@@ -66,10 +90,11 @@ def orthogonalize(
       None.
 
     Numerics:
-      The norm is taken in float32 (float64 for float64 ``x``). Products accumulate in float32 or
-      wider and are rounded to ``dtype`` once per product; operands of float32 products are not
-      rounded (``Precision.HIGHEST``). XLA may flush subnormal numbers to zero: a matrix whose
-      largest entry is subnormal in float32 then counts as a zero matrix.
+      The norm is taken in float32 (float64 for float64 and complex128 ``x``). Products accumulate
+      in float32 or wider and are rounded to ``dtype`` once per product; operands of float32
+      products are not rounded (``Precision.HIGHEST``). The Gram form restarts often enough that
+      its rounding errors do not grow (`segment_lengths`). XLA may flush subnormal numbers to zero:
+      a matrix whose largest entry is subnormal in float32 then counts as a zero matrix.
 
     Examples:
       >>> q = orthogonalize(jnp.diag(jnp.array([3e-20, 4e-20])))
@@ -78,86 +103,136 @@ def orthogonalize(
 
     References:
       K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024). Here the
-      iteration runs in float32 unless asked, and ``eps`` is relative.
+      iteration runs in float32 on CPU, and ``eps`` is relative.
+      The Gram form is that of the public Gram Newton-Schulz code, which restarts once, after
+      step 2, in float16. Here restarts go by dtype and number of steps.
     """
-    table = newton_schulz_table(coefficients, steps)
+    schedule = newton_schulz_schedule(coefficients, steps)
     x = jnp.asarray(x)
-    _check_matrices(x)
+    check_matrices(x)
     if not isinstance(eps, jax.Array) and not 0 < eps < math.inf:  # a traced eps has no value yet
         raise ValueError(f"eps must be positive and finite, got {eps!r}")
     if batching not in get_args(Batching):
         raise ValueError(f"batching must be one of {get_args(Batching)}, got {batching!r}")
+    if algorithm not in ("auto", *ALGORITHMS):
+        raise ValueError(f"algorithm must be one of {('auto', *ALGORITHMS)}, got {algorithm!r}")
 
-    iteration_dtype = _iteration_dtype(x.dtype, dtype)
-    return _orthogonalize(x, eps, table=table, dtype=iteration_dtype, batching=batching)
+    def run(platform: Platform) -> _Run:
+        chosen = _iteration_dtype(x.dtype, dtype, platform)
+        form = _form(x.shape, schedule, chosen, algorithm, platform)
+        mapped = batching == "map" or (batching == "auto" and platform == "cpu")
+        return _Run(schedule, form, mapped and x.ndim > 2)
+
+    return _orthogonalize(x, eps, cpu=run("cpu"), gpu=run("gpu"), tpu=run("tpu"))
 
 
-def _check_matrices(x: jax.Array) -> None:
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"x must be real floating, got dtype {x.dtype}")
+@dataclass(frozen=True)
+class _Run:
+    """All that is fixed when the program is traced, for one platform."""
+
+    schedule: Schedule
+    form: Form
+    mapped: bool
+
+    def __call__(self, x: jax.Array, eps: ArrayLike) -> jax.Array:
+        one = functools.partial(_matrices, schedule=self.schedule, form=self.form)
+        if not self.mapped:
+            return one(x, eps)
+        return jax.lax.map(lambda x: one(x, eps), x.reshape(-1, *x.shape[-2:])).reshape(x.shape)
+
+
+def check_matrices(x: jax.Array) -> None:
+    """Refuse what is not ``[..., m, n]`` of floating or complex numbers.
+
+    Raises:
+      TypeError: for another dtype.
+      ValueError: for fewer than two dims, or a matrix dim of size 0.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise TypeError(f"x must be real floating or complex, got dtype {x.dtype}")
     if x.ndim < 2 or 0 in x.shape[-2:]:
         raise ValueError(f"x must be [..., m, n] with m, n >= 1, got shape {x.shape}")
 
 
-def _iteration_dtype(x_dtype: jnp.dtype, dtype: DTypeLike | None) -> jnp.dtype:
+def _iteration_dtype(x_dtype: jnp.dtype, dtype: DTypeLike | None, platform: Platform) -> jnp.dtype:
+    complex_ = jnp.issubdtype(x_dtype, jnp.complexfloating)
     if dtype is None:
-        return _at_least_float32(x_dtype)
+        wide = complex_ or x_dtype == jnp.float64
+        return jnp.dtype(x_dtype if wide else _DEFAULT_DTYPE[platform])
     dtype = jnp.dtype(dtype)
-    if dtype.name not in _ITERATION_DTYPES:
-        raise ValueError(f"dtype must be one of {_ITERATION_DTYPES} or None, got {dtype.name!r}")
+    allowed = _COMPLEX_DTYPES if complex_ else _REAL_DTYPES
+    if dtype.name not in allowed:
+        raise ValueError(
+            f"dtype must be one of {allowed} or None for {x_dtype} matrices, got {dtype.name!r}"
+        )
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(f"dtype {dtype.name!r} needs JAX's x64 mode: wrap in jax.enable_x64(True)")
     return dtype
 
 
-def _at_least_float32(dtype: jnp.dtype) -> jnp.dtype:
-    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
-
-
-@functools.partial(jax.jit, static_argnames=("table", "dtype", "batching"))
-def _orthogonalize(
-    x: jax.Array,
-    eps: ArrayLike,
-    *,
-    table: tuple[Row, ...],
+def _form(
+    shape: tuple[int, ...],
+    schedule: Schedule,
     dtype: jnp.dtype,
-    batching: Batching,
-) -> jax.Array:
-    """Choose how to go through the batch. Jitted, so that calls outside jit have the same bits."""
+    algorithm: Literal["auto"] | Algorithm,
+    platform: Platform,
+) -> Form:
+    m, n = sorted(shape[-2:])
+    steps = len(schedule.rows)
+    if algorithm == "auto":
+        algorithm = choose_algorithm(
+            m, n, steps, dtype=dtype.name, platform=platform, cubic=schedule.cubic
+        )
+    return Form(
+        segments=segment_lengths(steps, dtype.name) if algorithm.startswith("gram") else (),
+        edges=block_edges(m, platform) if algorithm.endswith("symmetric") else (0, m),
+        dtype=dtype,
+        wide=jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype,
+    )
 
-    def batched(x: jax.Array) -> jax.Array:
-        return _orthogonalize_batched(x, eps, table, dtype)
 
-    def mapped(x: jax.Array) -> jax.Array:
-        return jax.lax.map(batched, x.reshape(-1, *x.shape[-2:])).reshape(x.shape)
-
-    if x.ndim == 2 or batching == "batched":
-        return batched(x)
-    if batching == "map":
-        return mapped(x)
-    return jax.lax.platform_dependent(x, cpu=mapped, default=batched)
+@functools.partial(jax.jit, static_argnames=("cpu", "gpu", "tpu"))
+def _orthogonalize(x: jax.Array, eps: ArrayLike, *, cpu: _Run, gpu: _Run, tpu: _Run) -> jax.Array:
+    """Choose by platform. Jitted, so that calls outside jit have the same bits."""
+    if cpu == gpu == tpu:
+        return cpu(x, eps)
+    runs: dict[str, Callable[..., jax.Array]] = {"cpu": cpu, "cuda": gpu, "rocm": gpu, "tpu": tpu}
+    return jax.lax.platform_dependent(x, jnp.asarray(eps), default=gpu, **runs)
 
 
-def _orthogonalize_batched(
-    x: jax.Array, eps: ArrayLike, table: tuple[Row, ...], dtype: jnp.dtype
-) -> jax.Array:
+def _matrices(x: jax.Array, eps: ArrayLike, schedule: Schedule, form: Form) -> jax.Array:
     """Orthogonalize ``[..., m, n]``, all matrices in one product."""
     tall = x.shape[-2] > x.shape[-1]
     wide = jnp.swapaxes(x, -1, -2) if tall else x
-    rows = jnp.asarray(table, _at_least_float32(dtype))
-    # A scan: one compiled step, so memory does not grow with the number of steps.
-    wide = _normalize(wide, eps).astype(dtype)
-    out, _ = jax.lax.scan(_newton_schulz_step, wide, rows)
+    out = iterate(normalize(wide, eps).astype(form.wide), schedule, form)
     return (jnp.swapaxes(out, -1, -2) if tall else out).astype(x.dtype)
 
 
-def _normalize(x: jax.Array, eps: ArrayLike) -> jax.Array:
+def normalize(x: jax.Array, eps: ArrayLike) -> jax.Array:
     """Divide by the Frobenius norm, in float32 or wider, without overflow or underflow."""
-    x = x.astype(_at_least_float32(x.dtype))
-    x = x * _inverse_power_of_two(jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True))
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):  # the norm is that of the two parts together
+        return _as_real(lambda parts: normalize(parts, eps), x)
+    x = scale_to_one(x)
     # A subnormal eps may be flushed to zero, and a zero matrix would then give NaN.
     eps = jnp.maximum(jnp.asarray(eps, x.dtype), jnp.finfo(x.dtype).tiny)
     return x / (jnp.sqrt(_sum_of_squares(x)) + eps)
+
+
+def scale_to_one(x: jax.Array) -> jax.Array:
+    """Multiply matrices by the power of two that brings their largest entry into ``[1, 2)``.
+
+    Exact; in float32 or wider. Of complex entries the larger part counts. Zero stays zero.
+    """
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return _as_real(scale_to_one, x)
+    x = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+    return x * _inverse_power_of_two(jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True))
+
+
+def _as_real(fn: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Apply ``fn`` to complex ``[..., m, n]`` as real ``[..., m, 2 n]``."""
+    parts = fn(jnp.concatenate([x.real, x.imag], axis=-1))
+    return jax.lax.complex(*jnp.split(parts, 2, axis=-1))
 
 
 def _sum_of_squares(x: jax.Array) -> jax.Array:
@@ -189,18 +264,3 @@ def _inverse_power_of_two(x: jax.Array) -> jax.Array:
     tiny = jnp.finfo(x.dtype).tiny
     exponent = jnp.clip(bits(x) & bits(jnp.inf), bits(tiny), bits(1 / tiny))
     return jax.lax.bitcast_convert_type(2 * bits(1) - exponent, x.dtype)
-
-
-def _newton_schulz_step(x: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
-    """One step on ``[..., m, n]``, ``m <= n``, in the form of a `jax.lax.scan` body."""
-    a, b, c = row
-    dtype, wide = x.dtype, row.dtype
-    gram = _matmul(x, jnp.swapaxes(x, -1, -2), wide).astype(dtype)
-    poly = (b * gram.astype(wide) + c * _matmul(gram, gram, wide)).astype(dtype)
-    return (a * x.astype(wide) + _matmul(poly, x, wide)).astype(dtype), None
-
-
-def _matmul(x: jax.Array, y: jax.Array, accumulator: jnp.dtype) -> jax.Array:
-    # The default precision would round float32 operands on GPU and TPU; half operands are exact.
-    precision = jax.lax.Precision.HIGHEST if x.dtype == accumulator else jax.lax.Precision.DEFAULT
-    return jnp.matmul(x, y, precision=precision, preferred_element_type=accumulator)

@@ -1,6 +1,6 @@
 """Matrix leaves to one optimizer, the rest to another: on owner params and on any tree."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -105,7 +105,9 @@ def route_tree(
             isinstance(x, optax.MaskedNode)
             for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
         )
-        routed = route(tree, rules, allow_unused=masked)
+        # optax.tree.map_params asks for the state of a placeholder that stands for any tree.
+        placeholder = not jax.tree.leaves(tree) and not isinstance(tree, Mapping | Sequence)
+        routed = [] if placeholder else route(tree, rules, allow_unused=masked)
         labels = [r.route if is_inexact(leaf.dtype) else "frozen" for leaf, r in routed]
         routes = {leaf.path: (leaf, r) for leaf, r in routed}
         parts = {

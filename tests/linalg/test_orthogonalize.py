@@ -245,7 +245,7 @@ def test_memory_does_not_grow_with_steps(batching):
         f = jax.jit(functools.partial(orthogonalize, steps=steps, batching=batching))
         return f.lower(x).compile().memory_analysis().temp_size_in_bytes
 
-    assert temp_bytes(5) == temp_bytes(10) > 0
+    assert 0 < temp_bytes(10) <= 1.05 * temp_bytes(5)
 
 
 @pytest.mark.parametrize("batching", ["auto", *BATCHINGS])
@@ -328,9 +328,9 @@ def test_bad_shape(shape):
         orthogonalize(np.zeros(shape, np.float32))
 
 
-@pytest.mark.parametrize("dtype", ["int32", "bool", "complex64"])
+@pytest.mark.parametrize("dtype", ["int32", "bool"])
 def test_bad_input_dtype(dtype):
-    with pytest.raises(TypeError, match=f"real floating, got dtype {dtype}"):
+    with pytest.raises(TypeError, match=f"floating or complex, got dtype {dtype}"):
         orthogonalize(np.zeros((2, 3), dtype))
 
 
