@@ -701,3 +701,17 @@ def test_decay_without_parameters_says_what_is_missing() -> None:
     owned = layout.trainable(layout.shard(params))
     with pytest.raises(ValueError, match=r"tx\.update\(grads, state, params\)"):
         jax.eval_shape(lambda owned: tx.update(owned, tx.init(owned)), owned)
+
+
+def test_map_params_finds_what_mirrors_the_parameters() -> None:
+    params = {"dense": {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(8)}}
+    tx = mfsdp.muon(0.1)
+    state = tx.init(params)
+    mapped = optax.tree.map_params(tx, lambda x: x + 7, state)
+    assert jax.tree.structure(mapped) == jax.tree.structure(state)
+    moved = [
+        bool((a != b).any()) for a, b in zip(*map(jax.tree.leaves, (mapped, state)), strict=True)
+    ]
+    # Muon's momentum of the kernel, Adam's two moments of the bias; the counts stay.
+    assert sum(moved) == 3
+    assert all(a.ndim > 0 for a, m in zip(jax.tree.leaves(mapped), moved, strict=True) if m)
