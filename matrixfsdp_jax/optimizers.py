@@ -5,29 +5,32 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from matrixfsdp_jax.layout.spec import Matrix, ShapeClass
+from matrixfsdp_jax.layout.spec import Matrix, Plan
+from matrixfsdp_jax.owner.canonical import on_canonical
 from matrixfsdp_jax.owner.params import OwnerLayout
 from matrixfsdp_jax.owner.routed import (
     Routes,
-    check_owned,
     decay_tables,
     refuse_rules,
     route_owned,
     route_tree,
+    row_outputs,
     slot_tables,
 )
-from matrixfsdp_jax.owner.update import global_norm, on_canonical, on_owners
+from matrixfsdp_jax.owner.update import on_owners
 from matrixfsdp_jax.transforms.muon import (
+    MomentumRule,
     check_number,
+    decay,
     decay_stacks,
     orthogonalize_stacks,
     scale_by_momentum,
     scale_stacks,
 )
 from matrixfsdp_jax.transforms.scaling import scale_fn
+from matrixfsdp_jax.transforms.variants import MuonVariant
 
 PyTree = Any
 ScalarOrSchedule = Any
@@ -40,15 +43,20 @@ def muon(
     rules: Any = None,
     momentum: ScalarOrSchedule = 0.95,
     nesterov: bool = True,
+    momentum_rule: MomentumRule = "ema",
+    bias_correction: bool = False,
+    momentum_dtype: Any = None,
     ns_steps: int = 5,
     ns_coefficients: Any = "keller",
     ns_dtype: Any = None,
+    ns_algorithm: str = "auto",
+    exact: bool = False,
     eps: float = 1e-8,
     scale: str | Callable[[int, int], float] = "sqrt_max_1_out_in",
-    bias_correction: bool = False,
-    momentum_dtype: Any = None,
+    variant: MuonVariant | None = None,
     weight_decay: ScalarOrSchedule = 0.0,
     weight_decay_mask: Any = None,
+    cautious_weight_decay: bool = False,
     rest: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Muon: every matrix moves along its orthogonalised momentum, everything else by ``rest``.
@@ -66,21 +74,32 @@ def muon(
       rules: routing for ``layout=None`` (with a layout, give them to ``mfsdp.plan``).
       momentum: ``b`` in [0, 1), a number or a schedule.
       nesterov: mix the gradient in once more.
+      momentum_rule: ``"ema"`` as above, or ``"sum"``: ``M <- b M + G`` and ``G + b M``, as in
+        Moonlight and dion. The direction is the same up to rounding, the state is not.
+      bias_correction: that of ``optax.contrib.muon``; off, as in Jordan's Muon and in torch.
+      momentum_dtype: None is float32 (float64 for float64).
       ns_steps: Newton-Schulz steps.
-      ns_coefficients: name of a coefficient table, or its rows ``(a, b, c)``.
+      ns_coefficients: name of a coefficient table (``"keller"``, ``"you"``, ``"polar_express"``,
+        ``"cans_schatten"``, ``"aol"``, ``"cubic"``, ``"keller_polished"``), or its rows
+        ``(a, b, c)``. Fewer steps than rows take the first rows, more repeat the last.
       ns_dtype: dtype of the iteration; None is float32 on CPU, float16 on GPU, bfloat16 on TPU
         (float64 for float64).
+      ns_algorithm: form of the iteration, ``"auto"``, ``"standard"``, ``"gram"``,
+        ``"standard_symmetric"`` or ``"gram_symmetric"``; all give the same up to rounding.
+      exact: the polar factor by SVD instead of the iteration; slow.
       eps: added to a matrix's norm after it was scaled to a largest entry in [1, 2); > 0.
       scale: factor on the orthogonal update, by formula: ``"sqrt_max_1_out_in"``
         (``sqrt(max(1, fan_out / fan_in))``), ``"rms_0.2"`` (``0.2 sqrt(max(fan_out, fan_in))``),
         ``"sqrt_out_in"``, ``"none"``, or a function of ``(fan_in, fan_out)``. The fans come from
         the route of each leaf.
-      bias_correction: that of ``optax.contrib.muon``; off, as in Jordan's Muon and in torch.
-      momentum_dtype: None is float32 (float64 for float64).
+      variant: ``mfsdp.variants.normuon()``, ``mfsdp.variants.adamuon()`` or a ``MuonVariant`` of
+        your own; it changes ``O``.
       weight_decay: decoupled, multiplied by the learning rate; of the matrices only. A number or
         a schedule.
       weight_decay_mask: which matrices decay: a tree (or prefix) of booleans in the user's own
         structure, or a function from the tree to it.
+      cautious_weight_decay: decay only entries whose update has the sign of the parameter (arXiv
+        2510.12402).
       rest: optimizer of every other trainable leaf, with its own rates. Default
         ``optax.adamw(3e-4)``.
 
@@ -114,13 +133,17 @@ def muon(
     core = _MuonCore(
         momentum,
         nesterov,
+        momentum_rule,
         bias_correction,
         momentum_dtype,
         ns_steps,
         ns_coefficients,
         ns_dtype,
+        ns_algorithm,
+        exact,
         eps,
         scale_fn(scale),
+        MuonVariant() if variant is None else variant,
     )
     rest = optax.adamw(3e-4) if rest is None else rest
     if layout is None:
@@ -130,7 +153,7 @@ def muon(
             mask = weight_decay_mask(tree) if callable(weight_decay_mask) else weight_decay_mask
             return optax.chain(
                 core.on_tree(routes),
-                optax.add_decayed_weights(weight_decay, mask),
+                decay(weight_decay, mask, cautious=cautious_weight_decay),
                 optax.scale_by_learning_rate(learning_rate),
             )
 
@@ -142,9 +165,9 @@ def muon(
         local: Any, learning_rate: Any, weight_decay: Any, **numbers: Any
     ) -> optax.GradientTransformation:
         return optax.chain(
-            *replace(core, **numbers).direction(),
-            decay_stacks(weight_decay, decays, local),
-            core.scaling(layout.plan.classes, local),
+            *replace(core, **numbers).direction(layout.plan, local),
+            decay_stacks(weight_decay, decays, local, cautious=cautious_weight_decay),
+            core.scaling(layout.plan, local),
             optax.scale_by_learning_rate(learning_rate),
         )
 
@@ -163,13 +186,17 @@ def scale_by_muon(
     rules: Any = None,
     momentum: ScalarOrSchedule = 0.95,
     nesterov: bool = True,
+    momentum_rule: MomentumRule = "ema",
+    bias_correction: bool = False,
+    momentum_dtype: Any = None,
     ns_steps: int = 5,
     ns_coefficients: Any = "keller",
     ns_dtype: Any = None,
+    ns_algorithm: str = "auto",
+    exact: bool = False,
     eps: float = 1e-8,
     scale: str | Callable[[int, int], float] = "sqrt_max_1_out_in",
-    bias_correction: bool = False,
-    momentum_dtype: Any = None,
+    variant: MuonVariant | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of ``muon`` without rate and decay; leaves that are no matrix pass unchanged.
 
@@ -178,13 +205,17 @@ def scale_by_muon(
     core = _MuonCore(
         momentum,
         nesterov,
+        momentum_rule,
         bias_correction,
         momentum_dtype,
         ns_steps,
         ns_coefficients,
         ns_dtype,
+        ns_algorithm,
+        exact,
         eps,
         scale_fn(scale),
+        MuonVariant() if variant is None else variant,
     )
     if layout is None:
         return route_tree(lambda routes, _: core.on_tree(routes), optax.identity(), rules)
@@ -192,51 +223,29 @@ def scale_by_muon(
 
     def matrix(local: Any, **numbers: Any) -> optax.GradientTransformation:
         own = replace(core, **numbers)
-        return optax.chain(*own.direction(), own.scaling(layout.plan.classes, local))
+        return optax.chain(*own.direction(layout.plan, local), own.scaling(layout.plan, local))
 
     tx = on_owners(matrix, layout, momentum=momentum, eps=eps)
     return route_owned(tx, optax.identity(), layout)
 
 
-def clip_by_global_norm(
-    max_norm: float, *, layout: OwnerLayout | None = None
-) -> optax.GradientTransformation:
-    """Scale all updates down so that their norm over all devices is at most ``max_norm``.
-
-    With a layout it is right on global owner params and inside ``shard_map``, where
-    ``optax.clip_by_global_norm`` would silently take each device's own norm. With ``layout=None``
-    it is that function.
-
-    Collectives: one all-reduce of a scalar.
-    Raises: ValueError if ``max_norm`` is not a positive number.
-    """
-    check_number("max_norm", max_norm, low=0.0, above_low=True)
-    if layout is None:
-        return optax.clip_by_global_norm(max_norm)
-
-    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
-        del params
-        check_owned(layout, updates)
-        norm = global_norm(updates, layout)
-        factor = max_norm / jnp.maximum(norm, max_norm)
-        return jax.tree.map(lambda u: (u * factor).astype(u.dtype), updates), state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-
-
 @dataclass(frozen=True)
 class _MuonCore:
-    """Momentum and orthogonalisation, for both forms of the parameters."""
+    """Momentum, orthogonalisation and variant, for both forms of the parameters."""
 
     momentum: ScalarOrSchedule
     nesterov: bool
+    momentum_rule: MomentumRule
     bias_correction: bool
     momentum_dtype: Any
     ns_steps: int
     ns_coefficients: Any
     ns_dtype: Any
+    ns_algorithm: str
+    exact: bool
     eps: float
     scale: Callable[[int, int], float]
+    variant: MuonVariant
 
     def __post_init__(self) -> None:
         """Bad options raise here, at construction, and not in the step."""
@@ -246,12 +255,19 @@ class _MuonCore:
                 'static_args=("ns_steps",), and there also the name of any function you give that '
                 "is no schedule (scale, weight_decay_mask)"
             )
-        self.direction()
+        if not isinstance(self.variant, MuonVariant):
+            raise TypeError(
+                f"variant={self.variant!r} must be a mfsdp.MuonVariant, such as "
+                "mfsdp.variants.normuon() or mfsdp.variants.adamuon()"
+            )
+        self._momentum()
+        self._orthogonalize()
 
     def _momentum(self) -> optax.GradientTransformation:
         return scale_by_momentum(
             self.momentum,
             nesterov=self.nesterov,
+            momentum_rule=self.momentum_rule,
             bias_correction=self.bias_correction,
             momentum_dtype=self.momentum_dtype,
         )
@@ -262,23 +278,28 @@ class _MuonCore:
             ns_coefficients=self.ns_coefficients,
             eps=self.eps,
             ns_dtype=self.ns_dtype,
+            ns_algorithm=self.ns_algorithm,
+            exact=self.exact,
         )
 
     def factor(self, matrix: Matrix) -> float:
         return self.scale(matrix.fan_in, matrix.fan_out)
 
-    def direction(self) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
+    def direction(self, plan: Plan, local: Any) -> tuple[optax.GradientTransformation, ...]:
         """Momentum and orthogonalisation of stacks, not scaled; to be chained."""
-        return self._momentum(), self._orthogonalize()
+        return self._momentum(), self.variant.before, *self._after_momentum(plan, local)
 
-    def scaling(self, classes: tuple[ShapeClass, ...], local: Any) -> optax.GradientTransformation:
-        return scale_stacks(slot_tables(classes, self.factor), local)
+    def scaling(self, plan: Plan, local: Any) -> optax.GradientTransformation:
+        return scale_stacks(slot_tables(plan.classes, self.factor), local)
 
     def on_tree(self, routes: Routes) -> optax.GradientTransformation:
         packed = on_canonical(
             lambda plan, local: optax.chain(
-                self._orthogonalize(), self.scaling(plan.classes, local)
+                *self._after_momentum(plan, local), self.scaling(plan, local)
             ),
             routes,
         )
-        return optax.chain(self._momentum(), packed)
+        return optax.chain(self._momentum(), self.variant.before, packed)
+
+    def _after_momentum(self, plan: Plan, local: Any) -> tuple[optax.GradientTransformation, ...]:
+        return self._orthogonalize(), self.variant.after(row_outputs(plan), local)

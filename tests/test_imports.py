@@ -24,8 +24,9 @@ ALLOWED = {
     "hlo": (),
     "audit": ("hlo",),
     "optimizers": ("layout", "owner", "transforms"),
+    "guards": ("owner", "transforms"),
     "training": ("owner",),
-    "__init__": ("audit", "layout", "optimizers", "owner", "training", "transforms"),
+    "__init__": ("audit", "guards", "layout", "optimizers", "owner", "training", "transforms"),
 }
 
 WITHOUT_JAX = ("layout/spec", "layout/planner", "layout/costs", "layout/report", "layout/picture")

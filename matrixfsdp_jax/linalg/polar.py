@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from matrixfsdp_jax.linalg.orthogonalize import check_matrices, scale_to_one
+from matrixfsdp_jax.linalg.norms import check_matrices, scale_to_one
 
 
 @jax.jit

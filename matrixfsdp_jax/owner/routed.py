@@ -1,6 +1,6 @@
 """Matrix leaves to one optimizer, the rest to another: on owner params and on any tree."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +8,8 @@ import numpy as np
 import optax
 
 from matrixfsdp_jax.layout.rules import route
-from matrixfsdp_jax.layout.spec import Leaf, LeafRoute, Matrix, ShapeClass, is_inexact
+from matrixfsdp_jax.layout.spec import Leaf, LeafRoute, Matrix, Plan, ShapeClass, is_inexact
+from matrixfsdp_jax.owner.canonical import is_placeholder
 from matrixfsdp_jax.owner.collectives import manual_over
 from matrixfsdp_jax.owner.params import OwnerLayout, OwnerParams
 
@@ -34,6 +35,17 @@ def slot_tables(
             table[slot] = value(matrix)
         tables[c.key] = table
     return tables
+
+
+def row_outputs(plan: Plan) -> dict[str, np.ndarray]:
+    """Per class a table ``[N, W]``: 1 where a matrix is stored with its outputs as rows."""
+
+    def value(matrix: Matrix) -> float:
+        view = plan.leaves[matrix.leaf].route.view
+        assert view is not None  # matrix leaves have a view
+        return float((view.out_side == "rows") != matrix.transposed)
+
+    return slot_tables(plan.classes, value)
 
 
 def route_owned(
@@ -105,9 +117,7 @@ def route_tree(
             isinstance(x, optax.MaskedNode)
             for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
         )
-        # optax.tree.map_params asks for the state of a placeholder that stands for any tree.
-        placeholder = not jax.tree.leaves(tree) and not isinstance(tree, Mapping | Sequence)
-        routed = [] if placeholder else route(tree, rules, allow_unused=masked)
+        routed = [] if is_placeholder(tree) else route(tree, rules, allow_unused=masked)
         labels = [r.route if is_inexact(leaf.dtype) else "frozen" for leaf, r in routed]
         routes = {leaf.path: (leaf, r) for leaf, r in routed}
         parts = {

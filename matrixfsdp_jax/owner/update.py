@@ -11,14 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import optax
 from jax.sharding import PartitionSpec as P
 
-from matrixfsdp_jax.layout import leaves as tree_leaves
-from matrixfsdp_jax.layout.packing import build_leaf, take_matrix
-from matrixfsdp_jax.layout.planner import make_plan
-from matrixfsdp_jax.layout.spec import Leaf, LeafRoute, Plan
 from matrixfsdp_jax.owner import collectives
 from matrixfsdp_jax.owner.params import OwnerLayout, OwnerParams
 
@@ -81,48 +76,6 @@ def on_owners(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def on_canonical(
-    make: Callable[[Plan, Local], optax.GradientTransformation],
-    routes: dict[str, tuple[Leaf, LeafRoute]],
-) -> optax.GradientTransformation:
-    """A *stateless* stack transform on a canonical tree of matrix leaves, on one device.
-
-    The leaves are packed into one stack per shape class, updated, and unpacked again.
-    """
-
-    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
-        del params
-        paths, values, treedef = tree_leaves.flatten(updates)
-        if not values:
-            return updates, state
-        plan = make_plan([routes[p] for p in paths], 1)
-        stacks = {
-            c.key: jnp.stack(
-                [
-                    take_matrix(values[m.leaf], plan.leaves[m.leaf].route.view, m)  # type: ignore[arg-type]
-                    for m in c.matrices
-                ]
-            )[None]
-            for c in plan.classes
-        }
-        tx = make(plan, jnp.asarray)
-        stacks, _ = tx.update(stacks, tx.init(stacks))
-        pieces: list[list[Any]] = [[] for _ in values]
-        for c in plan.classes:
-            for m, (_, wave) in zip(c.matrices, c.slots, strict=True):
-                pieces[m.leaf].append((m, stacks[c.key][0, wave]))
-        out = []
-        for value, lp, own in zip(values, plan.leaves, pieces, strict=True):
-            own.sort(key=lambda piece: (piece[0].batch, piece[0].start))
-            matrices, stored = zip(*own, strict=True)
-            view = lp.route.view
-            assert view is not None  # matrix leaves have a view
-            out.append(build_leaf(stored, matrices, view, value.shape, jnp))
-        return jtu.tree_unflatten(treedef, out), state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-
-
 def global_norm(tree: OwnerParams, layout: OwnerLayout) -> jax.Array:
     """Euclidean norm of owner params, gradients or updates over all devices.
 
@@ -131,28 +84,45 @@ def global_norm(tree: OwnerParams, layout: OwnerLayout) -> jax.Array:
 
     Collectives: one all-reduce of a scalar.
     """
+    return jnp.sqrt(_total(_sum_squares, tree, layout))
+
+
+def all_finite(tree: OwnerParams, layout: OwnerLayout) -> jax.Array:
+    """Whether no trainable entry on any device is infinite or NaN; the same bool on all of them.
+
+    Works on global arrays and inside ``shard_map``.
+
+    Collectives: one all-reduce of a scalar.
+    """
+    return _total(_has_nonfinite, tree, layout) == 0
+
+
+def _total(
+    measure: Callable[[jax.Array], jax.Array], tree: OwnerParams, layout: OwnerLayout
+) -> jax.Array:
+    """The sum of ``measure`` of every leaf over all devices, replicated leaves counted once."""
     axis = layout.owner_axis
     specs = layout.trainable(layout.specs)
 
-    def norm(tree: OwnerParams) -> jax.Array:
+    def total(tree: OwnerParams) -> jax.Array:
         flat = jax.tree.leaves(tree)
         flat_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
         zero = jnp.zeros((), jnp.float32)
-        split = sum(
-            (_sum_squares(x) for x, s in zip(flat, flat_specs, strict=True) if any(s)), zero
-        )
-        whole = sum(
-            (_sum_squares(x) for x, s in zip(flat, flat_specs, strict=True) if not any(s)), zero
-        )
-        return jnp.sqrt(collectives.sum_over(split, axis) + whole)
+        split = sum((measure(x) for x, s in zip(flat, flat_specs, strict=True) if any(s)), zero)
+        whole = sum((measure(x) for x, s in zip(flat, flat_specs, strict=True) if not any(s)), zero)
+        return collectives.sum_over(split, axis) + whole
 
     tree = layout.trainable(tree)
     if collectives.manual_over(axis):
-        return norm(tree)
+        return total(tree)
     tree = jax.device_put(tree, layout.trainable(layout.shardings))
-    return jax.shard_map(norm, mesh=layout.mesh, in_specs=(specs,), out_specs=P())(tree)
+    return jax.shard_map(total, mesh=layout.mesh, in_specs=(specs,), out_specs=P())(tree)
 
 
 def _sum_squares(x: jax.Array) -> jax.Array:
     x = x.astype(jnp.promote_types(jnp.float32, x.dtype))
     return jnp.sum(jnp.real(x * jnp.conj(x)))
+
+
+def _has_nonfinite(x: jax.Array) -> jax.Array:
+    return jnp.any(~jnp.isfinite(x)).astype(jnp.float32)

@@ -9,7 +9,7 @@ Reference: Jordan et al., "Muon: An optimizer for hidden layers in neural networ
 from collections.abc import Callable, Mapping
 from functools import partial
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,14 @@ PyTree = Any
 ScalarOrSchedule = Any
 Tables = Mapping[str, np.ndarray]
 Local = Callable[[np.ndarray], jax.Array]
+MomentumRule = Literal["ema", "sum"]
 
 
 class MuonState(NamedTuple):
     """State of ``scale_by_momentum``.
 
     count: number of updates made, int32.
-    mu: exponential average of the gradients, in the structure of the updates.
+    mu: momentum (average or decaying sum of the gradients), in the structure of the updates.
     """
 
     count: jax.Array  # type: ignore[assignment]  # hides tuple.count, as optax states do
@@ -39,28 +40,35 @@ def scale_by_momentum(
     momentum: ScalarOrSchedule = 0.95,
     *,
     nesterov: bool = True,
+    momentum_rule: MomentumRule = "ema",
     bias_correction: bool = False,
     momentum_dtype: Any = None,
 ) -> optax.GradientTransformation:
-    """Muon's momentum: ``m <- b m + (1 - b) g``, output ``b m + (1 - b) g`` (Nesterov) or ``m``.
+    """Muon's momentum: ``m <- b m + w g``, output ``b m + w g`` (Nesterov) or ``m``.
 
     Args:
       momentum: ``b`` in [0, 1), or a schedule of the number of updates already made.
       nesterov: whether the gradient is mixed in once more.
+      momentum_rule: ``"ema"``: ``w = 1 - b``, an average (Keller Jordan, torch, optax);
+        ``"sum"``: ``w = 1``, a decaying sum (Moonlight, dion). From a zero state and with a
+        constant ``b`` the outputs differ by the factor ``1 - b`` alone, which an orthogonalisation
+        removes; the states are not interchangeable.
       bias_correction: divide as ``optax.contrib.muon`` does: at update ``t`` (from 1) the
         averaged part by ``1 - b**(t+1)`` under Nesterov (``1 - b**t`` without) and the gradient
-        part by ``1 - b**t``. Not available with a schedule.
+        part by ``1 - b**t``. Only of an average, and not with a schedule.
       momentum_dtype: dtype of the state; None keeps float32 (float64 for float64 gradients).
 
     Numerics: computed and returned in float32 (float64 for float64 gradients).
     """
     check_number("momentum", momentum, low=0.0, below=1.0)
-    if bias_correction and callable(momentum):
+    if momentum_rule not in get_args(MomentumRule):
+        raise ValueError(f"momentum_rule={momentum_rule!r} must be one of {get_args(MomentumRule)}")
+    if bias_correction and (callable(momentum) or momentum_rule == "sum"):
         raise ValueError(
-            "bias_correction=True needs a constant momentum, got a schedule; "
-            "give a number, or bias_correction=False"
+            "bias_correction=True corrects an average with a constant momentum; it needs a number "
+            f'and momentum_rule="ema", got momentum={momentum!r} and '
+            f"momentum_rule={momentum_rule!r}"
         )
-
     if momentum_dtype is not None and not jnp.issubdtype(momentum_dtype, jnp.floating):
         raise ValueError(f"momentum_dtype={momentum_dtype!r} must be a floating dtype, or None")
 
@@ -73,18 +81,19 @@ def scale_by_momentum(
     def update(updates: PyTree, state: MuonState, params: PyTree = None) -> tuple[PyTree, Any]:
         del params
         beta = momentum(state.count) if callable(momentum) else momentum
+        weight = 1 if momentum_rule == "sum" else 1 - beta
         count = optax.safe_increment(state.count)
 
         def average(g: jax.Array, m: jax.Array) -> jax.Array:
             dtype = wide(g.dtype)
-            return beta * m.astype(dtype) + (1 - beta) * g.astype(dtype)
+            return beta * m.astype(dtype) + weight * g.astype(dtype)
 
         averaged = jax.tree.map(average, updates, state.mu)
         corrections = _bias_corrections(beta, count, nesterov) if bias_correction else (1.0, 1.0)
 
         def direction(g: jax.Array, m: jax.Array) -> jax.Array:
             m = m / corrections[0]
-            return beta * m + (1 - beta) * g.astype(m.dtype) / corrections[1] if nesterov else m
+            return beta * m + weight * g.astype(m.dtype) / corrections[1] if nesterov else m
 
         mu = jax.tree.map(lambda new, old: new.astype(old.dtype), averaged, state.mu)
         return jax.tree.map(direction, updates, averaged), MuonState(count, mu)
@@ -98,6 +107,8 @@ def orthogonalize_stacks(
     ns_coefficients: Any = "keller",
     eps: float = 1e-8,
     ns_dtype: Any = None,
+    ns_algorithm: Any = "auto",
+    exact: bool = False,
 ) -> optax.GradientTransformation:
     """Replace every matrix by its Newton-Schulz orthogonalisation.
 
@@ -106,12 +117,21 @@ def orthogonalize_stacks(
       ns_coefficients: name of a coefficient table, or its rows.
       eps: added to the norm of a matrix whose largest entry was scaled into [1, 2).
       ns_dtype: dtype of the iteration; see ``linalg.orthogonalize``.
+      ns_algorithm: form of the iteration; see ``linalg.orthogonalize``.
+      exact: the polar factor by SVD instead.
 
     Stateless. A zero matrix (a pad slot) stays exactly zero.
     """
     check_number("eps", eps, low=0.0, above_low=True)
     one_by_one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
-    options = {"steps": ns_steps, "coefficients": ns_coefficients, "eps": eps, "dtype": ns_dtype}
+    options = {
+        "steps": ns_steps,
+        "coefficients": ns_coefficients,
+        "eps": eps,
+        "dtype": ns_dtype,
+        "algorithm": ns_algorithm,
+        "exact": exact,
+    }
     jax.eval_shape(partial(orthogonalize, **options), one_by_one)  # bad options raise here
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
@@ -143,8 +163,37 @@ def scale_stacks(factors: Tables, local: Local) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
+def decay(
+    weight_decay: ScalarOrSchedule, mask: Any = None, *, cautious: bool = False
+) -> optax.GradientTransformation:
+    """``optax.add_decayed_weights``; with ``cautious`` only where it does not oppose the update.
+
+    Args:
+      weight_decay: a number, or a schedule of the number of updates already made.
+      mask: as in optax.
+      cautious: decay only entries whose update has the sign of the parameter, or is zero.
+
+    Reference: Chen et al., "Cautious Weight Decay", arXiv 2510.12402, 2025.
+    """
+    plain = optax.add_decayed_weights(weight_decay, mask)
+
+    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
+        if params is None:
+            raise ValueError("weight decay needs the parameters: tx.update(grads, state, params)")
+        if cautious:
+            # Signs, because a product may underflow.
+            params = jax.tree.map(
+                lambda u, p: jnp.where(jnp.sign(u) * jnp.sign(p) >= 0, p, jnp.zeros_like(p)),
+                updates,
+                params,
+            )
+        return plain.update(updates, state, params)
+
+    return optax.GradientTransformation(plain.init, update)
+
+
 def decay_stacks(
-    weight_decay: ScalarOrSchedule, factors: Tables, local: Local
+    weight_decay: ScalarOrSchedule, factors: Tables, local: Local, *, cautious: bool = False
 ) -> optax.GradientTransformation:
     """Add ``weight_decay * factor * params`` to the updates.
 
@@ -156,15 +205,15 @@ def decay_stacks(
       weight_decay: a number, or a schedule of the number of updates already made.
       factors: class key -> float table ``[N, W]``, 0 where a matrix is not decayed.
       local: as in ``scale_stacks``.
+      cautious: as in ``decay``.
     """
+    plain = decay(weight_decay, cautious=cautious)
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
-        if params is None:
-            raise ValueError("weight decay needs the parameters: tx.update(grads, state, params)")
-        return decay.update(updates, state, _per_slot(params, factors, local))
+        scaled = params if params is None else _per_slot(params, factors, local)
+        return plain.update(updates, state, scaled)
 
-    decay = optax.add_decayed_weights(weight_decay)
-    return optax.GradientTransformation(decay.init, update)
+    return optax.GradientTransformation(plain.init, update)
 
 
 def _per_slot(stacks: dict[str, Any], tables: Tables, local: Local) -> dict[str, Any]:
