@@ -8,9 +8,8 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal, get_args
-
-import numpy as np
 
 Row = tuple[float, float, float]
 Start = Literal["frobenius", "aol", "schatten4"]
@@ -103,18 +102,34 @@ def _minimax_quintic(low: float, high: float) -> Row:
 
     Its error has equal size and alternating sign at ``low``, two inner points and ``high``.
     """
-    inner = np.array([low + (high - low) / 4, low + 3 * (high - low) / 4])
+    inner = (low + (high - low) / 4, low + 3 * (high - low) / 4)
     for _ in range(100):
-        points = np.array([low, *inner, high])
-        system = np.stack([points, points**3, points**5, [1.0, -1.0, 1.0, -1.0]], axis=1)
-        a, b, c, _ = np.linalg.solve(system, np.ones(4))
+        points = (low, *inner, high)
+        a, b, c, _ = _solve([[s, s**3, s**5, (-1) ** i, 1] for i, s in enumerate(points)])
         # The inner extrema: the roots in s^2 of the derivative a + 3 b s^2 + 5 c s^4.
         root = math.sqrt(max(9 * b * b - 20 * a * c, 0.0))
-        new = np.sqrt(np.array([-3 * b - root, -3 * b + root]) / (10 * c))
-        if np.max(np.abs(new - inner)) < 1e-14:
-            break
+        new = (math.sqrt((-3 * b - root) / (10 * c)), math.sqrt((-3 * b + root) / (10 * c)))
+        moved = max(abs(x - y) for x, y in zip(new, inner, strict=True))
         inner = new
-    return float(a), float(b), float(c)
+        if moved < 1e-9:  # convergence is quadratic
+            break
+    return a, b, c
+
+
+def _solve(system: list[list[float]]) -> list[float]:
+    """The solution of a small linear system ``[matrix | right side]`` by exact elimination.
+
+    Exact, so that every host of a run computes the same bits, whatever its LAPACK.
+    """
+    rows = [[Fraction(x) for x in row] for row in system]
+    for i in range(len(rows)):
+        swap = max(range(i, len(rows)), key=lambda j: abs(rows[j][i]))
+        rows[i], rows[swap] = rows[swap], rows[i]
+        rows[i] = [x / rows[i][i] for x in rows[i]]
+        for j, row in enumerate(rows):
+            if j != i:
+                rows[j] = [x - row[i] * y for x, y in zip(row, rows[i], strict=True)]
+    return [float(row[-1]) for row in rows]
 
 
 def _checked(coefficients: Sequence[Sequence[float]]) -> tuple[Row, ...]:
