@@ -4,6 +4,7 @@ See ``mfsdp.plan`` for the layout, ``mfsdp.muon`` for the optimizer, ``mfsdp.tra
 step, and ``mfsdp.audit`` for what the compiled program sends.
 """
 
+from matrixfsdp_jax.attention import AttentionWeight, qk_clip
 from matrixfsdp_jax.audit import Audit, Collective, audit
 from matrixfsdp_jax.guards import SkipNonfiniteState, clip_by_global_norm, skip_nonfinite
 from matrixfsdp_jax.layout import rules
@@ -19,6 +20,7 @@ from matrixfsdp_jax.transforms.muon import MuonState
 from matrixfsdp_jax.transforms.variants import MuonVariant
 
 __all__ = [
+    "AttentionWeight",
     "Audit",
     "Collective",
     "MatrixView",
@@ -35,6 +37,7 @@ __all__ = [
     "global_norm",
     "muon",
     "plan",
+    "qk_clip",
     "rules",
     "scale_by_muon",
     "shard_batch",

@@ -6,7 +6,7 @@ optax mean what they mean on one device; those that look at one leaf's shape or 
 lamb, adaptive clipping) see a whole stack. This package's own enter ``shard_map`` by themselves.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,11 +22,12 @@ from matrixfsdp_jax.owner.update import global_norm
 
 PyTree = Any
 
-_REDUCTIONS = {
+_OVER_DEVICES = {
     "mean": collectives.mean_over,
     "sum": collectives.sum_over,
     "max": collectives.max_over,
 }
+_OVER_MICRO_BATCHES: dict[str, Callable[..., jax.Array]] = {"mean": jnp.mean, "sum": jnp.sum, "max": jnp.max}
 
 
 class TrainStep:
@@ -75,6 +76,8 @@ def train_step(
     layout: OwnerLayout,
     *,
     has_aux: bool = False,
+    aux_reduction: Any = "mean",
+    extra_args: Callable[[PyTree], Mapping[str, Any]] | None = None,
     accumulate: int = 1,
     model_state_reduction: Any = None,
     donate: bool = True,
@@ -90,8 +93,12 @@ def train_step(
         both ``(loss, (new_model_state, aux))``.
       tx: any optax transformation on owner params.
       layout: from ``mfsdp.plan``.
-      has_aux: whether the loss function returns ``aux``, a tree of arrays; its mean over devices
-        and micro-batches (each with equal weight) is in ``metrics["aux"]``.
+      has_aux: whether the loss function returns ``aux``, a tree of arrays. Combined over devices
+        and micro-batches it is in ``metrics["aux"]``.
+      aux_reduction: ``"mean"`` (each device and micro-batch with equal weight), ``"sum"`` or
+        ``"max"``, or a tree (prefix) of them in the structure of the aux.
+      extra_args: function from the combined aux to a dict of extra arguments for ``tx.update``
+        (``mfsdp.qk_clip`` takes ``max_logits``).
       accumulate: number of micro-batches that each device makes of its part. Gradients are reduced
         to the owners per micro-batch and summed there in float32; the optimizer runs once.
       model_state_reduction: ``"mean"``, ``"sum"`` or ``"max"`` over devices for state that the
@@ -115,11 +122,15 @@ def train_step(
     """
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate={accumulate!r} must be a positive integer")
-    _check_reduction(model_state_reduction)
+    _check_reduction("model_state_reduction", model_state_reduction)
+    _check_reduction("aux_reduction", aux_reduction)
+    if extra_args is not None and not has_aux:
+        raise ValueError("extra_args is a function of the aux, so it needs has_aux=True")
     tx = optax.with_extra_args_support(tx)
     state_shardings = layout.state_shardings(tx)
     has_model_state = model_state_reduction is not None
-    local = _local_step(loss_fn, layout, has_aux, accumulate, model_state_reduction)
+    aux_reduction = aux_reduction if has_aux else None
+    local = _local_step(loss_fn, layout, aux_reduction, accumulate, model_state_reduction)
 
     def step(
         owned: OwnerParams, state: PyTree, batch: PyTree, key: Any, model_state: PyTree
@@ -133,7 +144,8 @@ def train_step(
         )
         loss, grads, aux, model_state = mapped(owned, batch, key, model_state)
         with jax.named_scope("mfsdp.optimizer"):
-            updates, state = tx.update(grads, state, layout.trainable(owned), value=loss)
+            extra = {} if extra_args is None else extra_args(aux)
+            updates, state = tx.update(grads, state, layout.trainable(owned), value=loss, **extra)
             owned = layout.apply_updates(owned, updates)
         with jax.named_scope("mfsdp.metrics"):
             metrics = {
@@ -235,13 +247,13 @@ def _settled(out: Any, layout: OwnerLayout) -> Any:
 def _local_step(
     loss_fn: Callable[..., Any],
     layout: OwnerLayout,
-    has_aux: bool,
+    aux_reduction: Any,
     accumulate: int,
-    reduction: Any,
+    state_reduction: Any,
 ) -> Callable[..., Any]:
     """Loss, gradients, aux and model state of one step, inside ``shard_map``."""
     axis = layout.owner_axis
-    has_state = reduction is not None
+    has_aux, has_state = aux_reduction is not None, state_reduction is not None
 
     def micro(
         owned: OwnerParams, batch: PyTree, key: Any, model_state: PyTree
@@ -267,10 +279,13 @@ def _local_step(
             loss, grads, aux, model_state = _accumulate(
                 micro, layout, owned, batch, key, model_state, accumulate
             )
+            if has_aux:
+                aux = _over_micro_batches(aux, aux_reduction)
         if has_aux:
-            aux = collectives.mean_over(aux, axis)
+            aux = _over_devices(aux, aux_reduction, axis)
         if has_state:
-            model_state = _reduce_state(model_state, reduction, axis)
+            _refuse_integer_means(model_state, state_reduction)
+            model_state = _over_devices(model_state, state_reduction, axis)
         return loss, grads, aux, model_state
 
     return local
@@ -285,7 +300,10 @@ def _accumulate(
     model_state: PyTree,
     parts: int,
 ) -> tuple[Any, ...]:
-    """Weighted mean over micro-batches, gradients summed on the owners in float32."""
+    """Weighted mean over micro-batches, gradients summed on the owners in float32.
+
+    Aux comes stacked, one per micro-batch.
+    """
 
     def one(model_state: PyTree, xs: tuple[jax.Array, PyTree]) -> tuple[Any, Any]:
         index, part = xs
@@ -316,29 +334,40 @@ def _accumulate(
     (total, weight, grads, model_state), aux = jax.lax.scan(body, carry, (indices, split))
     weight = jnp.where(weight == 0, 1, weight)
     grads = jax.tree.map(lambda g, p: (g / weight).astype(p.dtype), grads, layout.trainable(owned))
-    return total / weight, grads, jax.tree.map(lambda a: jnp.mean(a, axis=0), aux), model_state
+    return total / weight, grads, aux, model_state
 
 
 def _varying(tree: PyTree, axis: collectives.Axis) -> PyTree:
     return jax.tree.map(lambda x: collectives.varying(jnp.asarray(x), axis), tree)
 
 
-def _check_reduction(reduction: Any) -> None:
+def _check_reduction(argument: str, reduction: Any) -> None:
     for name in jax.tree.leaves(reduction):
-        if name not in _REDUCTIONS:
-            raise ValueError(
-                f"model_state_reduction {name!r} is unknown; give one of {sorted(_REDUCTIONS)}"
-            )
+        if name not in _OVER_DEVICES:
+            raise ValueError(f"{argument} {name!r} is unknown; give one of {sorted(_OVER_DEVICES)}")
 
 
-def _reduce_state(model_state: PyTree, reduction: Any, axis: collectives.Axis) -> PyTree:
-    def reduce(name: str, part: PyTree) -> PyTree:
+def _over_devices(tree: PyTree, reduction: Any, axis: collectives.Axis) -> PyTree:
+    """``tree`` combined over devices by the names in ``reduction``, a prefix of it."""
+    return jax.tree.map(lambda name, part: _OVER_DEVICES[name](part, axis), reduction, tree)
+
+
+def _over_micro_batches(tree: PyTree, reduction: Any) -> PyTree:
+    """The same over the leading dim of every leaf, without a collective."""
+
+    def combine(name: str, part: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: _OVER_MICRO_BATCHES[name](x, axis=0), part)
+
+    return jax.tree.map(combine, reduction, tree)
+
+
+def _refuse_integer_means(model_state: PyTree, reduction: Any) -> None:
+    def check(name: str, part: PyTree) -> None:
         for keys, x in jtu.tree_leaves_with_path(part):
             if name == "mean" and not jnp.issubdtype(x.dtype, jnp.inexact):
                 raise ValueError(
                     f"model state {jtu.keystr(keys)} is {x.dtype} and has no mean; declare "
                     '"max" or "sum" for it: model_state_reduction takes a tree'
                 )
-        return _REDUCTIONS[name](part, axis)
 
-    return jax.tree.map(reduce, reduction, model_state)
+    jax.tree.map(check, reduction, model_state)

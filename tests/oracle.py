@@ -36,10 +36,10 @@ def newton_schulz(x: Array, table: Sequence[Sequence[float]] = KELLER, eps: floa
     return x
 
 
-def polar(x: Array) -> Array:
-    """``U V^T`` of the singular value decomposition ``U S V^T``."""
+def polar(x: Array, rank: int | None = None) -> Array:
+    """``U V^T`` of the singular value decomposition ``U S V^T``, of its first ``rank`` values."""
     u, _, vt = np.linalg.svd(np.asarray(x, np.float64), full_matrices=False)
-    return u @ vt
+    return u[:, :rank] @ vt[:rank]
 
 
 def at(value: Schedule, count: int) -> float:
@@ -55,6 +55,13 @@ class MuonOracle:
     ``p <- p - lr (scale NS(u) + decay p)``. ``bias_correction`` is that of optax: with t = 1, 2, ..
     the gradient is divided by ``1 - b^t`` and the momentum by ``1 - b^(t+1)`` (Nesterov), or the
     momentum by ``1 - b^t``. ``out_side="cols"`` reads a matrix as ``[in, out]``.
+
+    ``momentum_rule="sum"`` has 1 for ``1-b``. ``cautious`` decays only entries in which
+    ``update * p >= 0``. A ``variant`` divides ``O = NS(u)`` by ``sqrt(v) + variant_eps``, with
+    ``v <- b2 v + (1-b2) s``, and sets the norm of the result: ``"normuon"`` has for ``s`` the mean
+    of ``O^2`` over the inputs of each output neuron and keeps the norm of ``O``, or with
+    ``keep_norm=False`` takes ``sqrt(min(m, n))``; ``"adamuon"`` has ``O = NS(sign(u))``,
+    ``s = O^2`` and the norm ``sqrt(min(m, n))``.
     """
 
     lr: Schedule
@@ -66,8 +73,15 @@ class MuonOracle:
     eps: float = 0.0
     bias_correction: bool = False
     out_side: Literal["rows", "cols"] = "cols"
+    momentum_rule: Literal["ema", "sum"] = "ema"
+    cautious: bool = False
+    variant: Literal["normuon", "adamuon"] | None = None
+    b2: float = 0.95
+    variant_eps: float = 1e-10
+    keep_norm: bool = True
     count: int = 0
     mu: Tree = field(default_factory=dict)
+    nu: Tree = field(default_factory=dict)
 
     def step(self, params: Tree, grads: Tree) -> Tree:
         """New parameters; the state moves on."""
@@ -75,21 +89,40 @@ class MuonOracle:
         new = {}
         for name, p in params.items():
             p, g = np.asarray(p, np.float64), np.asarray(grads[name], np.float64)
-            update = self._factor(p.shape) * newton_schulz(
-                self._direction(name, g), self.table, self.eps
-            )
-            new[name] = p - lr * (update + decay * p)
+            direction = self._direction(name, g)
+            if self.variant == "adamuon":
+                direction = np.sign(direction)
+            update = newton_schulz(direction, self.table, self.eps)
+            if self.variant is not None:
+                update = self._vary(name, update)
+            update = self._factor(p.shape) * update
+            decayed = np.where(update * p >= 0, p, 0.0) if self.cautious else p
+            new[name] = p - lr * (update + decay * decayed)
         self.count += 1
         return new
 
     def _direction(self, name: str, g: Array) -> Array:
         b, t = at(self.momentum, self.count), self.count + 1
-        m = self.mu[name] = b * self.mu.get(name, 0.0) + (1 - b) * g
+        weight = 1 if self.momentum_rule == "sum" else 1 - b
+        m = self.mu[name] = b * self.mu.get(name, 0.0) + weight * g
         if not self.bias_correction:
-            return (1 - b) * g + b * m if self.nesterov else m
+            return weight * g + b * m if self.nesterov else m
         if not self.nesterov:
             return m / (1 - b**t)
         return (1 - b) * g / (1 - b**t) + b * m / (1 - b ** (t + 1))
+
+    def _vary(self, name: str, o: Array) -> Array:
+        statistic = o * o
+        if self.variant == "normuon":
+            inputs = 1 if self.out_side == "rows" else 0
+            statistic = statistic.mean(axis=inputs, keepdims=True)
+        v = self.nu[name] = self.b2 * self.nu.get(name, 0.0) + (1 - self.b2) * statistic
+        out = o / (np.sqrt(v) + self.variant_eps)
+        norm = np.linalg.norm(out)
+        if norm == 0:
+            return out
+        kept = self.variant == "normuon" and self.keep_norm
+        return out * (np.linalg.norm(o) if kept else math.sqrt(min(o.shape))) / norm
 
     def _factor(self, shape: tuple[int, int]) -> float:
         fan_in, fan_out = shape if self.out_side == "cols" else shape[::-1]

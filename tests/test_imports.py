@@ -24,9 +24,10 @@ ALLOWED = {
     "hlo": (),
     "audit": ("hlo",),
     "optimizers": ("layout", "owner", "transforms"),
+    "attention": ("layout", "owner", "transforms"),
     "guards": ("owner", "transforms"),
     "training": ("owner",),
-    "__init__": ("audit", "guards", "layout", "optimizers", "owner", "training", "transforms"),
+    "__init__": ("attention", "audit", "guards", "layout", "optimizers", "owner", "training", "transforms"),
 }
 
 WITHOUT_JAX = ("layout/spec", "layout/planner", "layout/costs", "layout/report", "layout/picture")

@@ -82,11 +82,7 @@ def normuon(b2: float = 0.95, eps: float = 1e-10, *, keep_norm: bool = True) -> 
         by_row = jnp.pad(jnp.mean(o * o, axis=-1), [(0, 0)] * (o.ndim - 2) + [(0, n - m)])
         return jnp.where(rows[..., None], by_row, jnp.mean(o * o, axis=-2))
 
-    def spread(v: jax.Array, shape: tuple[int, ...], rows: jax.Array) -> jax.Array:
-        by_row = jnp.broadcast_to(v[..., : shape[-2], None], shape)
-        return jnp.where(rows[..., None, None], by_row, jnp.broadcast_to(v[..., None, :], shape))
-
-    return _second_moment(b2, eps, keep_norm, statistic, spread)
+    return _second_moment(b2, eps, keep_norm, statistic, along_outputs)
 
 
 def adamuon(b2: float = 0.95, eps: float = 1e-8) -> MuonVariant:
@@ -157,6 +153,15 @@ def _second_moment(
         return optax.GradientTransformation(init, update)
 
     return MuonVariant(after=after)
+
+
+def along_outputs(v: jax.Array, shape: tuple[int, ...], rows: jax.Array) -> jax.Array:
+    """One number per output neuron ``[..., n]`` at every entry of matrices of ``shape``.
+
+    ``rows`` is ``[...]``, whether the neurons are the rows; then the first ``m`` numbers count.
+    """
+    by_row = jnp.broadcast_to(v[..., : shape[-2], None], shape)
+    return jnp.where(rows[..., None, None], by_row, jnp.broadcast_to(v[..., None, :], shape))
 
 
 def frobenius_norm(x: jax.Array) -> jax.Array:
