@@ -7,6 +7,7 @@ step, and ``mfsdp.audit`` for what the compiled program sends.
 from matrixfsdp_jax.attention import AttentionWeight, qk_clip
 from matrixfsdp_jax.audit import Audit, Collective, audit
 from matrixfsdp_jax.guards import SkipNonfiniteState, clip_by_global_norm, skip_nonfinite
+from matrixfsdp_jax.interop import import_momentum
 from matrixfsdp_jax.layout import rules
 from matrixfsdp_jax.layout.rules import default_rules
 from matrixfsdp_jax.layout.spec import MatrixView
@@ -14,6 +15,7 @@ from matrixfsdp_jax.optimizers import muon, scale_by_muon
 from matrixfsdp_jax.owner.gradients import shard_batch
 from matrixfsdp_jax.owner.params import OwnerLayout, OwnerParams, plan
 from matrixfsdp_jax.owner.update import global_norm
+from matrixfsdp_jax.presets import muon_like
 from matrixfsdp_jax.training import TrainStep, eval_step, train_step
 from matrixfsdp_jax.transforms import variants
 from matrixfsdp_jax.transforms.muon import MuonState
@@ -35,7 +37,9 @@ __all__ = [
     "default_rules",
     "eval_step",
     "global_norm",
+    "import_momentum",
     "muon",
+    "muon_like",
     "plan",
     "qk_clip",
     "rules",

@@ -27,7 +27,11 @@ _OVER_DEVICES = {
     "sum": collectives.sum_over,
     "max": collectives.max_over,
 }
-_OVER_MICRO_BATCHES: dict[str, Callable[..., jax.Array]] = {"mean": jnp.mean, "sum": jnp.sum, "max": jnp.max}
+_OVER_MICRO_BATCHES: dict[str, Callable[..., jax.Array]] = {
+    "mean": jnp.mean,
+    "sum": jnp.sum,
+    "max": jnp.max,
+}
 
 
 class TrainStep:

@@ -26,8 +26,21 @@ ALLOWED = {
     "optimizers": ("layout", "owner", "transforms"),
     "attention": ("layout", "owner", "transforms"),
     "guards": ("owner", "transforms"),
+    "interop": ("layout", "owner", "transforms"),
+    "presets": ("optimizers",),
     "training": ("owner",),
-    "__init__": ("attention", "audit", "guards", "layout", "optimizers", "owner", "training", "transforms"),
+    "__init__": (
+        "attention",
+        "audit",
+        "guards",
+        "interop",
+        "layout",
+        "optimizers",
+        "owner",
+        "presets",
+        "training",
+        "transforms",
+    ),
 }
 
 WITHOUT_JAX = ("layout/spec", "layout/planner", "layout/costs", "layout/report", "layout/picture")

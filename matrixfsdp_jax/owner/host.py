@@ -4,6 +4,7 @@ No device ever holds more than its own part, and the host holds one shape class 
 (out). Index work only, so both ways are exact.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -91,15 +92,26 @@ def to_owned(
     return stacks, rest, frozen
 
 
-def _stack(layout: "OwnerLayout", c: ShapeClass, leaves: _HostLeaves) -> jax.Array:
+def to_stacks(
+    layout: "OwnerLayout", values: Mapping[str, Any], dtypes: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+    """Owner stacks of one array per matrix leaf (by path), each class in a dtype of its own."""
+    leaves = _HostLeaves(layout.plan.leaves, [values.get(p.leaf.path) for p in layout.plan.leaves])
+    return {c.key: _stack(layout, c, leaves, dtypes[c.key]) for c in layout.plan.classes}
+
+
+def _stack(
+    layout: "OwnerLayout", c: ShapeClass, leaves: _HostLeaves, dtype: Any = None
+) -> jax.Array:
     plan = layout.plan
+    dtype = jax.numpy.dtype(c.dtype if dtype is None else dtype)
     owned: list[list[tuple[int, Any]]] = [[] for _ in range(c.num_devices)]
     for matrix, (device, wave) in zip(c.matrices, c.slots, strict=True):
         owned[device].append((wave, matrix))
 
     def rows(index: Any) -> np.ndarray:
         devices = range(c.num_devices)[index[0]]
-        part = np.zeros((len(devices), *c.stack_shape[1:]), jax.numpy.dtype(c.dtype))
+        part = np.zeros((len(devices), *c.stack_shape[1:]), dtype)
         for row, device in enumerate(devices):
             for wave, matrix in owned[device]:
                 view = plan.leaves[matrix.leaf].route.view
