@@ -1,4 +1,4 @@
-"""The README's Python blocks run as printed, one after the other, and its commands exist."""
+"""Python blocks of the README and the guides run as printed, and what they name exists."""
 
 import re
 from pathlib import Path
@@ -9,13 +9,21 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def test_python_blocks_run(capsys):
-    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
+def run_blocks(name: str) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.S)
     assert len(blocks) >= 3
     namespace: dict = {}
     with jax.numpy_rank_promotion("allow"):  # the tests' own strictness is not the reader's
         for block in blocks:
-            exec(compile(block, "README.md", "exec"), namespace)
+            exec(compile(block, name, "exec"), namespace)
+
+
+def test_the_guide_to_muon_runs():
+    run_blocks("docs/muon.md")
+
+
+def test_the_readme_runs(capsys):
+    run_blocks("README.md")
     printed = capsys.readouterr().out
     # one wave of four kernels and four biases, each gathered forward and scattered backward
     assert "10 matrix collectives (5 all-gathers, 5 reduce-scatters)" in printed
@@ -30,5 +38,6 @@ def test_make_targets_exist():
 
 
 def test_files_that_are_named_exist():
-    for path in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (ROOT / path).exists(), path
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for path in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / path).exists(), (page.name, path)

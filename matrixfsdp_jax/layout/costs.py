@@ -43,6 +43,8 @@ def newton_schulz_flops(m: int, n: int, steps: int) -> int:
 METHODS: dict[str, Method] = {
     # Rest leaves go to AdamW unless the user says otherwise.
     "muon": Method(newton_schulz_flops, lambda m, n: m * n, rest_copies=2),
+    "normuon": Method(newton_schulz_flops, lambda m, n: m * n + n, rest_copies=2),
+    "adamuon": Method(newton_schulz_flops, lambda m, n: 2 * m * n, rest_copies=2),
     "adamw": Method(lambda m, n, _: 16 * m * n, lambda m, n: 2 * m * n, rest_copies=2),
     "sgd": Method(lambda m, n, _: 4 * m * n, lambda m, n: m * n, rest_copies=1),
 }

@@ -418,7 +418,8 @@ def plan(
       mesh: from ``jax.make_mesh``; Auto and Explicit axes both work.
       owner_axis: the mesh axis (or axes) over which matrices are dealt out. Every other axis of
         the mesh must have size 1.
-      optimizer: what a slot costs in the report: ``"muon"``, ``"adamw"`` or ``"sgd"``.
+      optimizer: what a slot costs in the report: ``"muon"``, ``"normuon"``, ``"adamuon"``,
+        ``"adamw"`` or ``"sgd"``.
       rules: which leaf is a matrix and how it is read; see ``mfsdp.rules``. Default
         ``mfsdp.default_rules()``.
       order: forward order of the leaves, as a list of paths or a sort key on paths; default the

@@ -436,7 +436,10 @@ def test_padding_of_an_8b_llama(num_devices, balance):
         ({"rest_shard_min_size": -1}, "rest_shard_min_size is -1; it must be at least 0"),
         ({"gather_dtype": "int8"}, "gather_dtype is 'int8'; it must be one of bfloat16"),
         ({"reduce_dtype": "half"}, "reduce_dtype is 'half'; it must be one of bfloat16"),
-        ({"optimizer": "lion"}, "unknown optimizer 'lion': the planner knows adamw, muon, sgd"),
+        (
+            {"optimizer": "lion"},
+            "unknown optimizer 'lion': the planner knows adamuon, adamw, muon, normuon, sgd",
+        ),
     ],
 )
 def test_wrong_options(options, message):
