@@ -118,11 +118,9 @@ class MuonOracle:
             statistic = statistic.mean(axis=inputs, keepdims=True)
         v = self.nu[name] = self.b2 * self.nu.get(name, 0.0) + (1 - self.b2) * statistic
         out = o / (np.sqrt(v) + self.variant_eps)
-        norm = np.linalg.norm(out)
-        if norm == 0:
-            return out
         kept = self.variant == "normuon" and self.keep_norm
-        return out * (np.linalg.norm(o) if kept else math.sqrt(min(o.shape))) / norm
+        norm = np.linalg.norm(o) if kept else math.sqrt(min(o.shape))
+        return out * norm / (np.linalg.norm(out) + self.variant_eps)
 
     def _factor(self, shape: tuple[int, int]) -> float:
         fan_in, fan_out = shape if self.out_side == "cols" else shape[::-1]

@@ -146,9 +146,7 @@ def test_a_torch_layout_gets_the_update_of_its_transpose(form: str, variant: str
     make = muon(variant=VARIANTS[variant](), weight_decay=0.1, cautious_weight_decay=True)
     flax = Trainer(form, make, params)
     torch = Trainer(form, make, turn(params), [rules.matrix("*", out="rows")])
-    oracle = MuonOracle(
-        0.02, weight_decay=0.1, cautious=True, out_side="rows", **ORACLES[variant]
-    )
+    oracle = MuonOracle(0.02, weight_decay=0.1, cautious=True, out_side="rows", **ORACLES[variant])
     want = turn(params)
     for seed in (1, 2, 3):
         grads = draw(shapes, seed)
@@ -211,12 +209,14 @@ ALIGNED = {"a": (32, 64), "b": (64, 32), "layers": (3, 32, 64), "square": (32, 3
 UNALIGNED = {"a": (7, 12), "b": (12, 7), "layers": (3, 7, 12), "square": (9, 9), "bias": (5,)}
 
 
-def three_steps(shapes: dict[str, tuple[int, ...]], variant: str, n: int) -> Trainer:
+def three_steps(
+    shapes: dict[str, tuple[int, ...]], variant: str, n: int
+) -> tuple[dict[str, np.ndarray], Trainer]:
     make = muon(variant=VARIANTS[variant](), weight_decay=0.1, cautious_weight_decay=True)
     trainer = Trainer("owner", make, draw(shapes, 0), [rules.stacked("layers")], n=n)
     for seed in (1, 2, 3):
-        trainer.last = trainer.step(draw(shapes, seed))
-    return trainer
+        params = trainer.step(draw(shapes, seed))
+    return params, trainer
 
 
 def assert_pads_are_zero(trainer: Trainer) -> None:
@@ -237,16 +237,16 @@ def test_parameters_do_not_depend_on_the_number_of_devices(
     variant: str, shapes: dict[str, tuple[int, ...]]
 ) -> None:
     """Bit for bit where all dims are multiples of 32, and pads stay exactly zero."""
-    alone = three_steps(shapes, variant, 1).last
+    alone, _ = three_steps(shapes, variant, 1)
     for n in (2, 3, 8):
-        trainer = three_steps(shapes, variant, n)
+        got, trainer = three_steps(shapes, variant, n)
         assert any(c.num_pads for c in trainer.layout.plan.classes)
         assert_pads_are_zero(trainer)
         if shapes is ALIGNED:
             for name, x in alone.items():
-                np.testing.assert_array_equal(trainer.last[name], x, err_msg=f"{name}, {n} devices")
+                np.testing.assert_array_equal(got[name], x, err_msg=f"{name}, {n} devices")
         else:
-            assert_trees_close(trainer.last, alone, atol=1e-6)
+            assert_trees_close(got, alone, atol=1e-6)
 
 
 # ---- zeros and dtypes --------------------------------------------------------------------------
@@ -304,23 +304,17 @@ def test_float64_parameters_are_updated_in_float64(form: str, variant: str) -> N
 
 @each_variant
 @each_form
-def test_state_keeps_its_types_and_jit_changes_nothing(form: str, variant: str) -> None:
-    make = muon(variant=VARIANTS[variant](), weight_decay=0.1, cautious_weight_decay=True)
-    trainer = Trainer(form, make, draw(FEW, 0))
-    params, state = trainer.params, trainer.state
-    before = jax.tree.map(jax.typeof, state)
-    shardings = jax.tree.map(lambda x: x.sharding, state)
-    grads = jax.tree.map(lambda p: p * p, params)
-    for _ in range(2):
-        params, state, _ = trainer._apply(params, state, grads)
-        trainer.params, trainer.state, _ = trainer._step(trainer.params, trainer.state, grads)
-        for other in (state, trainer.state):
-            assert jax.tree.map(jax.typeof, other) == before
+def test_state_keeps_its_types_and_shardings(form: str, variant: str) -> None:
+    trainer = Trainer(form, muon(variant=VARIANTS[variant]()), draw(FEW, 0))
+    before = jax.tree.map(jax.typeof, trainer.state)
+    shardings = jax.tree.map(lambda x: x.sharding, trainer.state)
+    for seed in (1, 2):
+        trainer.step(draw(FEW, seed))
+        assert jax.tree.map(jax.typeof, trainer.state) == before
     same = jax.tree.map(
         lambda s, x: s.is_equivalent_to(x.sharding, x.ndim), shardings, trainer.state
     )
     assert all(jax.tree.leaves(same))
-    assert_trees_close((params, state), (trainer.params, trainer.state), atol=1e-6)
     template = trainer.params
     if trainer.layout is not None:
         template = trainer.layout.trainable(trainer.layout.abstract)
@@ -328,6 +322,18 @@ def test_state_keeps_its_types_and_jit_changes_nothing(form: str, variant: str) 
     assert jax.tree.structure(abstract) == jax.tree.structure(trainer.state)
     sizes = [(x.shape, x.dtype) for x in jax.tree.leaves(abstract)]
     assert sizes == [(x.shape, x.dtype) for x in jax.tree.leaves(trainer.state)]
+
+
+@pytest.mark.parametrize(
+    ("form", "variant"), [*(("single", v) for v in VARIANTS), ("owner", "normuon")]
+)
+def test_jit_changes_nothing(form: str, variant: str) -> None:
+    make = muon(variant=VARIANTS[variant](), weight_decay=0.1, cautious_weight_decay=True)
+    trainer = Trainer(form, make, draw({"w": (8, 16)}, 0), n=2)
+    grads = jax.tree.map(lambda p: p * p, trainer.params)
+    arguments = (trainer.params, trainer.state, grads)
+    got, want = trainer._apply(*arguments), trainer._step(*arguments)
+    assert_trees_close(got, want, atol=1e-6)
 
 
 @pytest.mark.parametrize("variant", ["normuon", "adamuon"])
@@ -401,9 +407,7 @@ def test_init_and_steps_in_a_scan_inside_shard_map(variant: str) -> None:
     tx = make(layout=layout)
 
     @jax.jit
-    @jax.shard_map(
-        mesh=layout.mesh, in_specs=(layout.specs, layout.specs), out_specs=layout.specs
-    )
+    @jax.shard_map(mesh=layout.mesh, in_specs=(layout.specs, layout.specs), out_specs=layout.specs)
     def train(owned: Any, grads: Any) -> Any:
         def body(carry: tuple[Any, Any], _: None) -> tuple[tuple[Any, Any], None]:
             owned, state = carry
@@ -432,5 +436,206 @@ def test_average_and_sum_differ_in_the_state_alone(form: str, nesterov: bool) ->
     for seed in range(1, 5):
         got, want = (t.step(draw(SHAPES, seed)) for t in (total, average))
         assert_trees_close(got, want, atol=1e-5)
-    (a,), (b,) = (jax.tree.leaves([s.mu for s in muon_states(t.state)]) for t in (average, total)) \
-        if form == "none" else ([None], [None])
+    means, sums = (jax.tree.leaves(muon_states(t.state)) for t in (average, total))
+    assert len(means) >= 3
+    for mean, summed in zip(means, sums, strict=True):
+        factor = 0.1 if mean.ndim else 1  # the count is the same
+        np.testing.assert_allclose(mean, factor * summed, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"momentum_rule": "sum", "bias_correction": True}, r"bias_correction=True .*'sum'"),
+        ({"momentum": ramp(0.9, 0.0), "bias_correction": True}, "bias_correction=True .* momentum"),
+        ({"momentum_rule": "mean"}, r"momentum_rule='mean' must be one of \('ema', 'sum'\)"),
+        ({"ns_algorithm": "fast"}, "algorithm must be one of .*'gram_symmetric'.*'fast'"),
+        ({"ns_algorithm": "fast", "exact": True}, "algorithm must be one of .*'fast'"),
+    ],
+)
+@pytest.mark.parametrize("make", [lambda **k: mfsdp.muon(0.1, **k), mfsdp.scale_by_muon])
+@each_form
+def test_bad_rules_and_algorithms_are_refused_at_construction(
+    form: str, make: Any, options: dict[str, Any], message: str
+) -> None:
+    layout = mfsdp.plan(draw({"w": (4, 8)}, 0), make_mesh(2)) if form == "owner" else None
+    with pytest.raises(ValueError, match=message):
+        make(layout=layout, **options)
+
+
+# ---- the orthogonalisation ---------------------------------------------------------------------
+
+
+@each_form
+def test_exact_is_the_polar_factor(form: str) -> None:
+    """Also of matrices without full rank: small integers, so that their rank is exact."""
+    rng = np.random.default_rng(3)
+    left, right = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((12, 3), (3, 12)))
+    grads = draw(SHAPES, 1)
+    grads["rank 3"] = left @ right
+    grads["rank 1"] = np.outer(left[:, 0], right[0, :6]).astype(np.float32)
+    grads["zero"] = np.zeros((12, 12), np.float32)
+    ranks = {"rank 3": 3, "rank 1": 1, "zero": 0}
+    zeros = jax.tree.map(np.zeros_like, grads)
+
+    def make(**where: Any) -> Any:
+        return mfsdp.scale_by_muon(scale="none", exact=True, nesterov=False, **where)
+
+    got = Trainer(form, make, zeros, RULES).step(grads)
+    full = {k: polar(g) for k, g in matrices(grads).items()}
+    assert_trees_close(matrices(got), full, atol=1e-5)
+    for name, rank in ranks.items():
+        want = polar(grads[name], rank)
+        np.testing.assert_allclose(got[name], want, atol=1e-5, err_msg=name)
+        linalg = orthogonalize(grads[name], exact=True)
+        np.testing.assert_allclose(linalg, want, atol=1e-5, err_msg=name)
+    np.testing.assert_array_equal(got["zero"], 0)
+    both = orthogonalize(np.stack([grads["rank 3"], grads["zero"]]), exact=True)
+    want = np.stack([polar(grads["rank 3"], 3), grads["zero"]])
+    np.testing.assert_allclose(both, want, atol=1e-5)
+
+
+@each_form
+def test_variants_of_the_polar_factor(form: str) -> None:
+    """``exact`` replaces the iteration in front of a variant too: the sign of a sign's factor."""
+    grads = draw(SHAPES, 1)
+    got = direction(form, grads, exact=True, scale="none", variant=mfsdp.variants.adamuon())
+    for name, g in matrices(grads).items():
+        factor = polar(np.sign(g))
+        want = np.sign(factor) * np.sqrt(min(g.shape) / g.size)  # the first v is 0.05 O^2
+        clear = np.abs(factor) > 1e-4
+        np.testing.assert_allclose(got[name][clear], want[clear], rtol=1e-3, err_msg=name)
+
+
+@each_form
+def test_every_algorithm_gives_the_same_update(form: str) -> None:
+    grads = draw(SHAPES, 1)
+    want = {k: newton_schulz(g) for k, g in matrices(grads).items()}
+    for algorithm in ALGORITHMS:
+        got = direction(form, grads, ns_algorithm=algorithm, scale="none")
+        assert_trees_close(got, want, atol=1e-4)
+
+
+# ---- variants as an argument -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", ["normuon", mfsdp.variants.normuon, True, 0.95])
+@each_form
+def test_what_is_no_variant_is_refused(form: str, given: Any) -> None:
+    layout = mfsdp.plan(draw({"w": (4, 8)}, 0), make_mesh(2)) if form == "owner" else None
+    for make in (lambda **k: mfsdp.muon(0.1, **k), mfsdp.scale_by_muon):
+        with pytest.raises(TypeError, match=r"mfsdp\.variants\.normuon\(\)"):
+            make(layout=layout, variant=given)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"b2": x} for x in (1.0, -0.1, 2, float("nan"), np.float32(1.5))]
+    + [{"eps": x} for x in (0.0, -1e-8, float("inf"), float("nan"))],
+)
+@pytest.mark.parametrize("make", [mfsdp.variants.normuon, mfsdp.variants.adamuon])
+def test_numbers_out_of_range_are_refused(make: Any, options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(ValueError, match=rf"{name}=.* must be a finite number >"):
+        make(**options)
+
+
+class StepSizes(NamedTuple):
+    """State of ``damped``: a shared count, and per class two arrays in a tree of its own."""
+
+    count: Any
+    own: dict[str, dict[str, Any]]
+
+
+def damped() -> mfsdp.MuonVariant:
+    """A user's variant: divide by one plus the average size of steps, add half the last step."""
+
+    def after(row_outputs: Any, local: Any) -> optax.GradientTransformation:
+        def init(stacks: Any) -> StepSizes:
+            own = {
+                k: {"size": jnp.zeros_like(s[..., 0, 0]), "last": s * 0} for k, s in stacks.items()
+            }
+            return StepSizes(jnp.zeros((), jnp.int32), own)
+
+        def update(stacks: Any, state: StepSizes, params: Any = None) -> Any:
+            new, own = {}, {}
+            for k, o in stacks.items():
+                rows = local(row_outputs[k])
+                size = 0.5 * state.own[k]["size"] + (1 + rows) * jnp.abs(o).sum((-2, -1))
+                new[k] = o / (1 + size)[..., None, None] + 0.5 * state.own[k]["last"]
+                own[k] = {"size": size, "last": o}
+            return new, StepSizes(state.count + 1, own)
+
+        return optax.GradientTransformation(init, update)
+
+    before = optax.stateless(lambda updates, _: jax.tree.map(lambda u: u * jnp.abs(u), updates))
+    return mfsdp.MuonVariant(before, after)
+
+
+def test_a_variant_of_the_users_own() -> None:
+    """The same on one device and on owners, and matrix by matrix what its formula says."""
+    params = draw(SHAPES, 0)
+    make = muon(variant=damped(), momentum=0.0, scale="none")
+    single, owner = (Trainer(form, make, params, RULES) for form in FORMS)
+    want = matrices(params)
+    size, last = dict.fromkeys(want, 0.0), dict.fromkeys(want, 0.0)
+    for seed in (1, 2, 3):
+        grads = draw(SHAPES, seed)
+        got, alone = (t.step(grads) for t in (owner, single))
+        assert_trees_close(got, alone, atol=1e-6)
+        for name, g in matrices(grads).items():
+            o = newton_schulz(g * np.abs(g))
+            # Outputs are the columns here; a tall matrix is stored transposed, with rows of them.
+            rows = g.shape[0] > g.shape[1]
+            size[name] = 0.5 * size[name] + (1 + rows) * np.abs(o).sum()
+            want[name] = want[name] - 0.02 * (o / (1 + size[name]) + 0.5 * last[name])
+            last[name] = o
+        assert_trees_close(matrices(got), want, atol=1e-6)
+    found = mfsdp.audit(owner.tx.update, owner.params, owner.state, owner.params)
+    assert found.count() == 0
+
+
+# ---- cautious decay ----------------------------------------------------------------------------
+
+
+SIGNS = np.array([[1, 1, 1], [-1, -1, -1], [0, 0, 0]], np.float32)  # of the update, by row
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_cautious_decay_goes_by_signs(size: float) -> None:
+    """Whose product under- or overflows; a zero update decays."""
+    updates, params = np.float32(size) * SIGNS, np.float32(size) * SIGNS.T
+    tx = decay(0.5, cautious=True)
+    state = tx.init(params)
+    got, _ = jax.jit(tx.update)(updates, state, params)
+    agree = np.array([[1, 0, 1], [0, 1, 1], [1, 1, 1]], np.float32)
+    np.testing.assert_array_equal(got, updates + np.float32(0.5) * params * agree)
+
+
+@each_form
+def test_cautious_decay_of_tiny_parameters_and_steps(form: str) -> None:
+    """In units of 1e-30 these are ordinary steps; in float32 no product of two is above zero."""
+    tiny = 1e-30
+    params, grads = draw(SHAPES, 0), draw(SHAPES, 1)
+    oracle = MuonOracle(1.0, weight_decay=0.5, scale="none", cautious=True)
+    want = oracle.step(matrices(params), matrices(grads))
+    make = muon(
+        learning_rate=1.0,
+        weight_decay=0.5,
+        scale=lambda fan_in, fan_out: tiny,
+        cautious_weight_decay=True,
+    )
+    small = {k: x * np.float32(tiny) for k, x in params.items()}
+    got = Trainer(form, make, small, RULES).step(grads)
+    assert_trees_close({k: x / tiny for k, x in matrices(got).items()}, want, atol=1e-5)
+
+
+@each_form
+def test_cautious_decay_respects_the_mask(form: str) -> None:
+    params = {k: np.ones((8, 8), np.float32) for k in ("on", "off")}
+    grads = {k: draw(FEW, 1)["w"] for k in params}
+    options = {"weight_decay": 0.5, "weight_decay_mask": {"on": True, "off": False}}
+    got = Trainer(form, muon(cautious_weight_decay=True, **options), params).step(grads)
+    moved = got["off"] - 1  # by the update alone: down where this is positive
+    np.testing.assert_allclose(got["on"], got["off"] - 0.01 * (moved <= 0), atol=1e-6)
+    assert 0 < np.count_nonzero(moved > 0) < 64

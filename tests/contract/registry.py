@@ -25,7 +25,7 @@ class Optimizer:
     id: str
     function: Callable[..., optax.GradientTransformation]
     options: Mapping[str, Any] = field(default_factory=dict)
-    learning_rate: float = 0.05
+    learning_rate: float = 0.2
     direction_only: bool = False
 
     def make(
