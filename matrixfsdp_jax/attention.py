@@ -113,7 +113,9 @@ def _on_owned(layers: Layers, layout: OwnerLayout) -> Any:
             )
         stacks, _ = clip.update(updates.stacks, optax.EmptyState(), params.stacks, gammas=gammas)
         rest = updates.rest | {
-            p: heads.rescale_rest(p, updates.rest[p], params.rest[p], gammas) for p in heads.rest
+            p: heads.rescale_rest(p, updates.rest[p], params.rest[p], gammas)
+            for p in heads.rest
+            if not isinstance(updates.rest[p], optax.MaskedNode)
         }
         return updates._replace(stacks=stacks, rest=rest)
 
@@ -178,10 +180,9 @@ class _Heads:
                 if leaf_route.route == "matrix":
                     self.matrices.append(w.path)
                 else:
-                    size = leaf.size // group.batch
-                    tables = [self._outputs(group, w, b, size) for b in range(group.batch)]
-                    index, power = (np.stack(t) for t in zip(*tables, strict=True))
-                    self.rest[w.path] = (index, power)
+                    old = self.rest.get(w.path, (0, 0.0))  # another block of the same leaf
+                    new = self._rest_tables(group, w, leaf.shape)
+                    self.rest[w.path] = (old[0] + new[0], old[1] + new[1])
         self.matrices = list(dict.fromkeys(self.matrices))
 
     def gammas(self, max_logits: Any, max_logit: float) -> jax.Array:
@@ -232,6 +233,35 @@ class _Heads:
         factor = gammas[index] ** jnp.asarray(power, jnp.float32)
         return rescaled(update, param, factor.reshape(update.shape))
 
+    def _rest_tables(
+        self, group: _Group, w: AttentionWeight, shape: tuple[int, ...]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Gamma and exponent of every entry ``[batch, outputs]`` of a leaf that is no matrix."""
+        inner = shape[1:] if group.batch > 1 else shape
+        heads = w.num_heads if w.splits is None else None
+        if (group.batch > 1 and shape[:1] != (group.batch,)) or not (
+            len(inner) == 1 or (len(inner) == 2 and inner[0] == heads)
+        ):
+            layers = f"{group.batch} layers, then " if group.batch > 1 else ""
+            raise ValueError(
+                f"{w.path!r} is no matrix and has shape {list(shape)}; expected {layers}[outputs] "
+                f"or [{w.num_heads} heads, head_dim]. Route a kernel as a matrix"
+            )
+        size = int(np.prod(inner))
+        splits = (size,) if w.splits is None else w.splits
+        if sum(splits) != size or not 0 <= w.block < len(splits):
+            raise ValueError(
+                f"{w.path!r} has {size} outputs, which splits={w.splits} and block={w.block} do "
+                "not describe"
+            )
+        start = sum(splits[: w.block])
+        index = np.zeros((group.batch, size), np.int32)
+        power = np.zeros((group.batch, size))
+        for b in range(group.batch):
+            part = slice(start, start + splits[w.block])
+            index[b, part], power[b, part] = self._outputs(group, w, b, splits[w.block])
+        return index, power
+
     def _check(self, name: str, w: AttentionWeight, seen: set[tuple[str, int]]) -> None:
         if w.path not in self.routes:
             raise ValueError(
@@ -245,7 +275,11 @@ class _Heads:
             raise ValueError(f"block {w.block} of {w.path!r} is listed twice")
         seen.add((w.path, w.block))
         view = leaf_route.view
-        blocks = max(1, len(view.splits)) if view else 1
+        if leaf_route.route != "matrix" or view is None:
+            return
+        if w.splits is not None:
+            raise ValueError(f"{w.path!r} is a matrix, whose splits come from its rule")
+        blocks = max(1, len(view.splits))
         if not 0 <= w.block < blocks:
             raise ValueError(f"{w.path!r} has {blocks} blocks, so block={w.block} is none of them")
 

@@ -64,7 +64,8 @@ def skip_nonfinite(
     works inside ``shard_map``.
 
     Args:
-      tx: the transformation to guard; put clipping inside.
+      tx: the transformation to guard; put clipping and ``optax.MultiSteps`` inside (an accumulator
+        of optax outside keeps a NaN for ever).
       layout: an ``OwnerLayout`` for owner params. None: any tree, on one device.
 
     Returns:

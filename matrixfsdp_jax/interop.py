@@ -52,7 +52,9 @@ def import_momentum(
       ValueError: if a matrix here has no momentum there or another shape, or a momentum there has
         no matrix here and is not in ``drop``; the message names it.
     """
+    _check_arguments(count, torch_transposed, drop)
     own = _only_momentum(state)
+    _check_layout(own.mu, layout)
     if layout is None:
         paths, values, _ = tree_leaves.flatten(own.mu)
         shapes = {p: x.shape for p, x in zip(paths, values, strict=True)}
@@ -72,6 +74,30 @@ def import_momentum(
     else:
         mu = host.to_stacks(layout, momenta, {key: x.dtype for key, x in own.mu.items()})
     return _replaced(state, mu, count)
+
+
+def _check_arguments(count: Any, transposed: Any, drop: Any) -> None:
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
+        raise ValueError(f"count={count!r} must be a number of updates, an int >= 0")
+    for name, paths in (("torch_transposed", transposed), ("drop", drop)):
+        if isinstance(paths, str):
+            raise TypeError(f"{name}={paths!r} must be a list of paths: [{paths!r}]")
+
+
+def _check_layout(mu: PyTree, layout: OwnerLayout | None) -> None:
+    """Whether the state is of this layout, or on the user's own tree."""
+    shapes = {} if layout is None else {c.key: c.stack_shape for c in layout.plan.classes}
+    stacked = isinstance(mu, dict) and bool(mu) and all(":" in str(key) for key in mu)
+    if layout is None and stacked:
+        raise ValueError("the state is that of a layout; give layout=, the one it was made with")
+    if layout is None:
+        return
+    got = {key: getattr(x, "shape", None) for key, x in mu.items()} if stacked else None
+    if got != shapes:
+        raise ValueError(
+            f"the state is not that of {layout!r}, which has stacks {shapes}, but "
+            + ("on the user's own tree; leave layout= out" if got is None else f"has {got}")
+        )
 
 
 def _only_momentum(state: PyTree) -> MuonState:
@@ -119,6 +145,8 @@ def _torch_momenta(
         index_of |= {i: i for i in group["params"]}
         index_of |= dict(zip(group.get("param_names", ()), group["params"], strict=False))
     turned = set(paths) if transposed is True else set(transposed or ())
+    if turned - set(paths):
+        raise ValueError(f"torch_transposed names {sorted(turned - set(paths))}, no matrices here")
     left = {i: buffers["momentum_buffer"] for i, buffers in source["state"].items()}
     momenta: dict[str, Any] = {}
     for path in paths:
@@ -160,18 +188,27 @@ def _like(mu: PyTree, values: list[Any]) -> PyTree:
     return jax.tree.unflatten(treedef, new)
 
 
-def _placed(value: Any, like: jax.Array) -> jax.Array:
+def _placed(value: Any, like: Any) -> jax.Array:
     array = np.array(host.host_value(value)).astype(like.dtype)
-    return jax.device_put(array, like.sharding)
+    return jax.device_put(array, getattr(like, "sharding", None))
 
 
 def _replaced(state: PyTree, mu: PyTree, count: int) -> PyTree:
+    """The new momentum, and the new count wherever the same matrix part counts."""
+    items = jtu.tree_leaves_with_path(state, is_leaf=_is_own)
+    path = next(keys for keys, x in items if _is_own(x))
+    inner = max(i for i, key in enumerate(path) if _name(key) == "matrix")
+    part = path[: inner + 1]
+
     def replace(keys: tuple[Any, ...], x: Any) -> Any:
         if _is_own(x):
             return MuonState(_placed(count, x.count), mu)
-        names = [getattr(k, "name", getattr(k, "key", None)) for k in keys]
-        if "matrix" in names and names[-1] == "count":
+        if keys[: len(part)] == part and _name(keys[-1]) == "count":
             return _placed(count, x)
         return x
 
     return jtu.tree_map_with_path(replace, state, is_leaf=_is_own)
+
+
+def _name(key: Any) -> Any:
+    return getattr(key, "name", getattr(key, "key", None))

@@ -127,9 +127,9 @@ def train_step(
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate={accumulate!r} must be a positive integer")
     _check_reduction("model_state_reduction", model_state_reduction)
-    _check_reduction("aux_reduction", aux_reduction)
-    if extra_args is not None and not has_aux:
-        raise ValueError("extra_args is a function of the aux, so it needs has_aux=True")
+    _check_reduction("aux_reduction", aux_reduction, none=False)
+    if not has_aux and (extra_args is not None or aux_reduction != "mean"):
+        raise ValueError("extra_args and aux_reduction are about the aux and need has_aux=True")
     tx = optax.with_extra_args_support(tx)
     state_shardings = layout.state_shardings(tx)
     has_model_state = model_state_reduction is not None
@@ -148,7 +148,7 @@ def train_step(
         )
         loss, grads, aux, model_state = mapped(owned, batch, key, model_state)
         with jax.named_scope("mfsdp.optimizer"):
-            extra = {} if extra_args is None else extra_args(aux)
+            extra = {} if extra_args is None else _checked_extra(extra_args(aux))
             updates, state = tx.update(grads, state, layout.trainable(owned), value=loss, **extra)
             owned = layout.apply_updates(owned, updates)
         with jax.named_scope("mfsdp.metrics"):
@@ -345,8 +345,18 @@ def _varying(tree: PyTree, axis: collectives.Axis) -> PyTree:
     return jax.tree.map(lambda x: collectives.varying(jnp.asarray(x), axis), tree)
 
 
-def _check_reduction(argument: str, reduction: Any) -> None:
-    for name in jax.tree.leaves(reduction):
+def _checked_extra(extra: Any) -> Mapping[str, Any]:
+    if not isinstance(extra, Mapping) or "value" in extra:
+        raise ValueError(
+            f"extra_args returned {extra if isinstance(extra, Mapping) else type(extra).__name__}; "
+            "expected a dict of extra arguments for tx.update, without value (the loss)"
+        )
+    return extra
+
+
+def _check_reduction(argument: str, reduction: Any, *, none: bool = True) -> None:
+    names = jax.tree.leaves(reduction, is_leaf=None if none else lambda x: x is None)
+    for name in names:
         if name not in _OVER_DEVICES:
             raise ValueError(f"{argument} {name!r} is unknown; give one of {sorted(_OVER_DEVICES)}")
 

@@ -46,7 +46,7 @@ ORACLES: dict[str, dict[str, Any]] = {
 FIXED_NORM = ("normuon, fixed norm", "adamuon")
 
 each_form = pytest.mark.parametrize("form", FORMS)
-each_variant = pytest.mark.parametrize("variant", VARIANTS)
+each_variant = pytest.mark.parametrize("variant", ["normuon", "adamuon"])
 
 
 def direction(form: str, grads: dict[str, Any], **options: Any) -> dict[str, np.ndarray]:
@@ -325,7 +325,7 @@ def test_state_keeps_its_types_and_shardings(form: str, variant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "variant"), [*(("single", v) for v in VARIANTS), ("owner", "normuon")]
+    ("form", "variant"), [("single", "normuon"), ("single", "adamuon"), ("owner", "normuon")]
 )
 def test_jit_changes_nothing(form: str, variant: str) -> None:
     make = muon(variant=VARIANTS[variant](), weight_decay=0.1, cautious_weight_decay=True)
@@ -336,7 +336,7 @@ def test_jit_changes_nothing(form: str, variant: str) -> None:
     assert_trees_close(got, want, atol=1e-6)
 
 
-@pytest.mark.parametrize("variant", ["normuon", "adamuon"])
+@each_variant
 @each_form
 def test_injected_rates_compile_once(form: str, variant: str, compilations: list[str]) -> None:
     def make(**where: Any) -> Any:
@@ -398,7 +398,7 @@ def test_owners_hold_their_own_state_and_send_nothing(variant: str, explicit: bo
     assert found.count() == 0
 
 
-@pytest.mark.parametrize("variant", ["none", *VARIANTS])
+@pytest.mark.parametrize("variant", ["none", "normuon", "adamuon"])
 def test_init_and_steps_in_a_scan_inside_shard_map(variant: str) -> None:
     """The state of ``tx.init`` on local stacks has the types that a step gives it."""
     params, grads = draw(FEW, 0), draw(FEW, 1)
@@ -509,11 +509,14 @@ def test_variants_of_the_polar_factor(form: str) -> None:
 
 @each_form
 def test_every_algorithm_gives_the_same_update(form: str) -> None:
-    grads = draw(SHAPES, 1)
-    want = {k: newton_schulz(g) for k, g in matrices(grads).items()}
+    """Blocks of a few rows are no use of the symmetric forms, and lose digits on some compilers."""
+    grads = draw({"wide": (32, 48), "tall": (64, 32), "square": (32, 32)}, 1)
+    want = {k: newton_schulz(np.asarray(g, np.float64)) for k, g in grads.items()}
+    zeros = jax.tree.map(np.zeros_like, grads)
     for algorithm in ALGORITHMS:
-        got = direction(form, grads, ns_algorithm=algorithm, scale="none")
-        assert_trees_close(got, want, atol=1e-4)
+        options = {"ns_algorithm": algorithm, "scale": "none"}
+        trainer = Trainer(form, lambda **w: mfsdp.scale_by_muon(**options, **w), zeros)  # noqa: B023
+        assert_trees_close(trainer.step(grads), want, atol=1e-4)
 
 
 # ---- variants as an argument -------------------------------------------------------------------

@@ -48,7 +48,15 @@ def on_owners(
             return fn
         return jax.shard_map(fn, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs)
 
+    def placed(stacks: PyTree) -> PyTree:
+        # Explicit meshes take only what is sharded: not bare shapes (jax.eval_shape), nor the zeros
+        # of a skipped step (optax.apply_if_finite).
+        if collectives.manual_over(axis):
+            return stacks
+        return jax.device_put(stacks, layout.shardings.stacks)
+
     def init(stacks: PyTree) -> PyTree:
+        stacks = placed(stacks)
         specs = layout.tree_specs(jax.eval_shape(build(arrays).init, stacks))
         lifted = lift(lambda s, a: build(a).init(s), (layout.specs.stacks, P()), specs)
         return lifted(stacks, arrays)
@@ -57,9 +65,7 @@ def on_owners(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:
         specs, state_specs = layout.specs.stacks, layout.tree_specs(state)
-        if not collectives.manual_over(axis):
-            # The zeros of a skipped step (optax.apply_if_finite) come unsharded on Explicit meshes.
-            updates = jax.device_put(updates, layout.shardings.stacks)
+        updates = placed(updates)
 
         def run(
             updates: PyTree, state: PyTree, params: PyTree, extra: PyTree, arrays: PyTree
@@ -102,7 +108,8 @@ def _total(
 ) -> jax.Array:
     """The sum of ``measure`` of every leaf over all devices, replicated leaves counted once."""
     axis = layout.owner_axis
-    specs = layout.trainable(layout.specs)
+    tree = layout.trainable(tree)
+    specs = _where_masked(tree, layout.trainable(layout.specs))
 
     def total(tree: OwnerParams) -> jax.Array:
         flat = jax.tree.leaves(tree)
@@ -112,11 +119,19 @@ def _total(
         whole = sum((measure(x) for x, s in zip(flat, flat_specs, strict=True) if not any(s)), zero)
         return collectives.sum_over(split, axis) + whole
 
-    tree = layout.trainable(tree)
     if collectives.manual_over(axis):
         return total(tree)
-    tree = jax.device_put(tree, layout.trainable(layout.shardings))
+    tree = jax.device_put(tree, _where_masked(tree, layout.trainable(layout.shardings)))
     return jax.shard_map(total, mesh=layout.mesh, in_specs=(specs,), out_specs=P())(tree)
+
+
+def _where_masked(tree: PyTree, other: PyTree) -> PyTree:
+    """``other`` with the leaves hidden that ``optax.masked`` has hidden in ``tree``."""
+
+    def is_masked(x: Any) -> bool:
+        return isinstance(x, optax.MaskedNode)
+
+    return jax.tree.map(lambda x, o: x if is_masked(x) else o, tree, other, is_leaf=is_masked)
 
 
 def _sum_squares(x: jax.Array) -> jax.Array:

@@ -180,6 +180,7 @@ def decay(
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
         if params is None:
             raise ValueError("weight decay needs the parameters: tx.update(grads, state, params)")
+        params = jax.tree.map(lambda p: p.astype(wide(p.dtype)), params)
         if cautious:
             # Signs, because a product may underflow.
             params = jax.tree.map(

@@ -32,12 +32,15 @@ class AttentionWeight:
         attention 0.5 for the parts without rotary embedding, 1.0 for the rotary queries, 0.0 for
         values in the same parameter; the shared rotary key is not listed.
       block: which block of a fused leaf (0 where nothing is fused).
+      splits: sizes of the blocks of a fused leaf that is no matrix (the bias of a fused query, key
+        and value); those of a matrix come from its rule.
     """
 
     path: str
     num_heads: int
     parts: tuple[tuple[int, float], ...] | None = None
     block: int = 0
+    splits: tuple[int, ...] | None = None
 
     def heads_and_exponents(self, size: int) -> tuple[np.ndarray, np.ndarray]:
         """Head and exponent of each of the ``size`` outputs."""
@@ -75,14 +78,15 @@ def head_gammas(
     """``min(1, max_logit / S)`` of every group of heads, flat, after a leading 1.
 
     ``max_logits[name]`` is ``[heads]`` or ``[layers, heads]``; the largest of a group counts.
-    Values that are not finite clip nothing.
+    Values that are not finite do not count.
     """
     gammas = [jnp.ones(1, jnp.float32)]
     for name, count in groups.items():
         s = jnp.asarray(max_logits[name], jnp.float32)
+        s = jnp.where(jnp.isfinite(s), s, 0.0)
         s = jnp.max(s.reshape(-1, count, s.shape[-1] // count), axis=-1).reshape(-1)
-        clipped = jnp.isfinite(s) & (s > max_logit)
-        gammas.append(jnp.where(clipped, max_logit / jnp.where(clipped, s, 1.0), 1.0))
+        gamma = jnp.where(s > max_logit, max_logit / jnp.maximum(s, max_logit), 1.0)
+        gammas.append(jnp.maximum(gamma, jnp.finfo(jnp.float32).tiny))  # no head becomes zero
     return jnp.concatenate(gammas)
 
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from matrixfsdp_jax.linalg.batching import matrix_by_matrix
 from matrixfsdp_jax.transforms.muon import Local, Tables, check_number, wide
 
 PyTree = Any
@@ -133,9 +134,8 @@ def _second_moment(
 
     def after(row_outputs: Tables, local: Local) -> optax.GradientTransformation:
         def zeros(stack: Any) -> jax.Array:
-            rows = jax.ShapeDtypeStruct(stack.shape[:-2], jnp.bool)
-            o = jax.ShapeDtypeStruct(stack.shape, wide(stack.dtype))
-            return jnp.zeros_like(jax.eval_shape(statistic, o, rows))
+            o = jnp.zeros_like(stack, dtype=wide(stack.dtype))
+            return statistic(o, o[..., 0, 0] > 0)
 
         def init(stacks: PyTree) -> SecondMomentState:
             return SecondMomentState(jax.tree.map(zeros, stacks))
@@ -147,7 +147,8 @@ def _second_moment(
                 if isinstance(stack, optax.MaskedNode):
                     continue
                 rows = local(row_outputs[key]) > 0
-                new[key], nu[key] = normalized(stack.astype(nu[key].dtype), nu[key], rows)
+                o = stack.astype(nu[key].dtype)
+                new[key], nu[key] = matrix_by_matrix(normalized, o, nu[key], rows)
             return new, SecondMomentState(nu)
 
         return optax.GradientTransformation(init, update)

@@ -1,7 +1,7 @@
 """An optimizer of the registry on a tree, in one form of the parameters, with one compiled step."""
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -128,11 +128,18 @@ def few_case(optimizer: Optimizer, form: str) -> Case:
     return Case(optimizer.make, draw(FEW, 0), devices(form))
 
 
+@cache
+def undecayed_case(optimizer: Optimizer, form: str) -> Case:
+    """``few_case`` without weight decay."""
+    if not optimizer.decays:
+        return few_case(optimizer, form)
+    make = partial(optimizer.make, weight_decay=0.0)
+    return Case(make, draw(FEW, 0), devices(form))
+
+
 def wrapped(optimizer: Optimizer, form: str, wrap: Callable[[Any, Any], Any]) -> Case:
     """``wrap(tx, layout)`` on the tree of ``few_case``."""
-    return Case(
-        lambda layout: wrap(optimizer.make(layout), layout), draw(FEW, 0), devices(form)
-    )
+    return Case(lambda layout: wrap(optimizer.make(layout), layout), draw(FEW, 0), devices(form))
 
 
 def few_grads(count: int) -> list[dict[str, np.ndarray]]:
