@@ -96,7 +96,11 @@ def _check_layout(mu: PyTree, layout: OwnerLayout | None) -> None:
     if got != shapes:
         raise ValueError(
             f"the state is not that of {layout!r}, which has stacks {shapes}, but "
-            + ("on the user's own tree; leave layout= out" if got is None else f"has {got}")
+            + (
+                "on the user's own tree; leave layout= out"
+                if got is None
+                else f"has {got}; give the layout it was made with"
+            )
         )
 
 

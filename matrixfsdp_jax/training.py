@@ -129,7 +129,7 @@ def train_step(
     _check_reduction("model_state_reduction", model_state_reduction)
     _check_reduction("aux_reduction", aux_reduction, none=False)
     if not has_aux and (extra_args is not None or aux_reduction != "mean"):
-        raise ValueError("extra_args and aux_reduction are about the aux and need has_aux=True")
+        raise ValueError("extra_args and aux_reduction are about the aux, which needs has_aux=True")
     tx = optax.with_extra_args_support(tx)
     state_shardings = layout.state_shardings(tx)
     has_model_state = model_state_reduction is not None

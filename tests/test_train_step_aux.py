@@ -222,5 +222,6 @@ def test_a_tree_of_another_structure_is_refused() -> None:
 
 def test_extra_arguments_need_an_aux() -> None:
     layout = mfsdp.plan(SMALL.params, jax.make_mesh((N,), ("fsdp",)))
-    with pytest.raises(ValueError, match=r"extra_args .* needs has_aux=True"):
-        mfsdp.train_step(mean_loss, optax.sgd(1.0), layout, extra_args=lambda aux: {"a": aux})
+    for options in ({"extra_args": lambda aux: {"a": aux}}, {"aux_reduction": "max"}):
+        with pytest.raises(ValueError, match=r"extra_args .* needs has_aux=True"):
+            mfsdp.train_step(mean_loss, optax.sgd(1.0), layout, **options)
