@@ -46,8 +46,10 @@ def qk_clip(
 
     The maxima are the extra argument ``max_logits`` of ``update``: a dict with a float array
     ``[heads]`` per layer (``[layers, heads]`` for stacked leaves), the largest scaled logit of
-    this step over the *global* batch. In ``mfsdp.train_step`` return them as aux, with
-    ``aux_reduction="max"`` and ``extra_args=lambda aux: {"max_logits": aux}``.
+    this step over the *global* batch; one that is not finite clips nothing. In
+    ``mfsdp.train_step`` return them as aux, with ``aux_reduction="max"`` and
+    ``extra_args=lambda aux: {"max_logits": aux}``. ``optax.MultiSteps`` passes no extra arguments
+    on: accumulate by ``train_step(accumulate=...)``, or put this around it.
 
     With grouped queries the largest logit of the heads that share a key counts for all of them.
 

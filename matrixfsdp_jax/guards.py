@@ -9,7 +9,7 @@ import optax
 from matrixfsdp_jax.owner.params import OwnerLayout
 from matrixfsdp_jax.owner.routed import check_owned
 from matrixfsdp_jax.owner.update import all_finite, global_norm
-from matrixfsdp_jax.transforms.muon import check_number
+from matrixfsdp_jax.transforms.muon import check_number, check_transformation
 
 PyTree = Any
 
@@ -73,6 +73,7 @@ def skip_nonfinite(
 
     Collectives: one all-reduce of a scalar, beyond those of ``tx``.
     """
+    check_transformation("tx", tx)
     tx = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> SkipNonfiniteState:

@@ -77,8 +77,9 @@ def import_momentum(
 
 
 def _check_arguments(count: Any, transposed: Any, drop: Any) -> None:
-    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
-        raise ValueError(f"count={count!r} must be a number of updates, an int >= 0")
+    whole = isinstance(count, int | np.integer) and not isinstance(count, bool)
+    if count is not None and not (whole and 0 <= count < 2**31):
+        raise ValueError(f"count={count!r} must be a number of updates, an int in [0, 2**31)")
     for name, paths in (("torch_transposed", transposed), ("drop", drop)):
         if isinstance(paths, str):
             raise TypeError(f"{name}={paths!r} must be a list of paths: [{paths!r}]")
@@ -158,7 +159,8 @@ def _torch_momenta(
         if name not in index_of or index_of[name] not in left:
             raise ValueError(
                 f"torch_names gives {name!r} for {path!r}, which has no momentum there; there are "
-                f"{list(index_of)[:8]}"
+                f"{[n for n, i in index_of.items() if i in left][:8]} (a parameter that was never "
+                "stepped, or another optimizer's, has none)"
             )
         value = left.pop(index_of[name]).detach().to("cpu").float().numpy()
         momenta[path] = value.T if path in turned else value
@@ -167,6 +169,9 @@ def _torch_momenta(
 
 
 def _check(momenta: dict[str, Any], shapes: dict[str, Any], drop: set[str]) -> None:
+    unknown = sorted(drop - set(momenta))
+    if unknown:
+        raise ValueError(f"drop names {unknown}, for which the source has no momentum")
     unused = sorted(set(momenta) - set(shapes) - drop)
     if unused:
         raise ValueError(

@@ -13,6 +13,7 @@ from matrixfsdp_jax.owner.params import OwnerLayout
 from matrixfsdp_jax.owner.routed import (
     Routes,
     decay_tables,
+    mask_of,
     refuse_rules,
     route_owned,
     route_tree,
@@ -22,7 +23,9 @@ from matrixfsdp_jax.owner.routed import (
 from matrixfsdp_jax.owner.update import on_owners
 from matrixfsdp_jax.transforms.muon import (
     MomentumRule,
+    check_flags,
     check_number,
+    check_transformation,
     decay,
     decay_stacks,
     orthogonalize_stacks,
@@ -128,8 +131,9 @@ def muon(
       Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
       Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982, 2025 (``"rms_0.2"``).
     """
-    check_number("learning_rate", learning_rate, low=0.0)
-    check_number("weight_decay", weight_decay, low=0.0)
+    check_number("learning_rate", learning_rate, low=0.0, schedule=True)
+    check_number("weight_decay", weight_decay, low=0.0, schedule=True)
+    check_flags(cautious_weight_decay=cautious_weight_decay)
     core = _MuonCore(
         momentum,
         nesterov,
@@ -146,11 +150,12 @@ def muon(
         MuonVariant() if variant is None else variant,
     )
     rest = optax.adamw(3e-4) if rest is None else rest
+    check_transformation("rest", rest)
     if layout is None:
 
         def on_tree(routes: Routes, tree: PyTree) -> optax.GradientTransformation:
             # A function sees the whole tree here; optax would hide the rest from it.
-            mask = weight_decay_mask(tree) if callable(weight_decay_mask) else weight_decay_mask
+            mask = mask_of(tree, weight_decay_mask)
             return optax.chain(
                 core.on_tree(routes),
                 decay(weight_decay, mask, cautious=cautious_weight_decay),

@@ -85,6 +85,8 @@ same rate |
       learning_rate: a number or a schedule; None takes the system's default (torch and moonshot
         1e-3, keller 0.02; optax has none).
       **options: those of ``mfsdp.muon`` (``layout``, ``rules``, ...), in place of the preset's.
+        ``optax.inject_hyperparams`` takes no such function; give it
+        ``lambda learning_rate: mfsdp.muon_like(system, learning_rate)``.
 
     Raises:
       ValueError: for an unknown system, or no learning rate where the system has no default.

@@ -638,7 +638,11 @@ def test_clip_is_the_global_one_inside_shard_map_and_in_jit(explicit: bool) -> N
         ({"ns_coefficients": []}, "at least one row"),
         ({"bias_correction": True, "momentum": ramp(0.9, 0.0)}, "constant momentum"),
         ({"ns_dtype": "int8"}, "int8"),
+        ({"ns_dtype": "bf16"}, "bf16"),
         ({"momentum_dtype": "int8"}, "int8"),
+        ({"momentum_dtype": "bf16"}, "bf16"),
+        ({"momentum_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+        ({"momentum_dtype": "float64"}, "x64"),
     ],
 )
 @pytest.mark.parametrize("form", FORMS)
@@ -649,6 +653,42 @@ def test_bad_options_are_refused_at_construction(
     options = {"learning_rate": 0.1, "layout": layout, **options}
     with pytest.raises(ValueError, match=message):
         mfsdp.muon(options.pop("learning_rate"), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"learning_rate": None}, "learning_rate=None must be a number or a schedule"),
+        ({"learning_rate": True}, "learning_rate=True"),
+        ({"learning_rate": 1j}, "learning_rate=1j"),
+        ({"momentum": "0.9"}, "momentum='0.9'"),
+        ({"weight_decay": [0.1]}, r"weight_decay=\[0.1\]"),
+        ({"eps": lambda count: 1e-8}, "eps=.* must be a number, got function"),
+        ({"nesterov": "no"}, "nesterov='no' must be True or False"),
+        ({"exact": "yes"}, "exact='yes'"),
+        ({"cautious_weight_decay": 1}, "cautious_weight_decay=1"),
+        ({"rest": 1e-3}, "rest=0.001 must be an optax transformation"),
+        ({"rest": optax.adam}, "rest=<function adam"),
+    ],
+)
+def test_arguments_of_another_type_are_named(options: dict[str, Any], message: str) -> None:
+    options = {"learning_rate": 0.1, **options}
+    with pytest.raises(TypeError, match=message):
+        mfsdp.muon(options.pop("learning_rate"), **options)
+
+
+@pytest.mark.parametrize("mask", ["x", lambda p: None, {"w": "no"}], ids=["text", "none", "leaf"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_decay_mask_without_bools_is_refused(form: str, mask: Any) -> None:
+    params = draw({"w": (4, 8)}, 0)
+    with pytest.raises(TypeError, match="weight_decay_mask holds"):
+        Trainer(form, muon(weight_decay=0.1, weight_decay_mask=mask), params)
+
+
+def test_owner_params_need_their_layout() -> None:
+    layout = mfsdp.plan(draw({"w": (4, 8)}, 0), make_mesh(2))
+    with pytest.raises(TypeError, match="give layout="):
+        mfsdp.muon(0.1).init(layout.shard(draw({"w": (4, 8)}, 0)))
 
 
 def test_numpy_scalars_are_checked_like_numbers() -> None:
@@ -697,7 +737,7 @@ def test_a_leaf_without_a_rule_is_named() -> None:
 def test_decay_without_parameters_says_what_is_missing() -> None:
     params = draw({"w": (4, 8)}, 0)
     layout = mfsdp.plan(params, make_mesh(2))
-    tx = mfsdp.muon(0.1, layout=layout)
+    tx = mfsdp.muon(0.1, layout=layout, weight_decay=0.1)
     owned = layout.trainable(layout.shard(params))
     with pytest.raises(ValueError, match=r"tx\.update\(grads, state, params\)"):
         jax.eval_shape(lambda owned: tx.update(owned, tx.init(owned)), owned)

@@ -153,11 +153,15 @@ def _iteration_dtype(x_dtype: jnp.dtype, dtype: DTypeLike | None, platform: Plat
     if dtype is None:
         wide = complex_ or x_dtype == jnp.float64
         return jnp.dtype(x_dtype if wide else _DEFAULT_DTYPE[platform])
-    dtype = jnp.dtype(dtype)
     allowed = _COMPLEX_DTYPES if complex_ else _REAL_DTYPES
-    if dtype.name not in allowed:
+    given = dtype
+    try:
+        dtype = jnp.dtype(dtype)
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype.name not in allowed:
         raise ValueError(
-            f"dtype must be one of {allowed} or None for {x_dtype} matrices, got {dtype.name!r}"
+            f"dtype must be one of {allowed} or None for {x_dtype} matrices, got {given!r}"
         )
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(f"dtype {dtype.name!r} needs JAX's x64 mode: wrap in jax.enable_x64(True)")

@@ -113,6 +113,10 @@ def route_tree(
     """One optimizer for matrix leaves, one for the rest, none for frozen ones, on any tree."""
 
     def build(tree: PyTree) -> optax.GradientTransformationExtraArgs:
+        if isinstance(tree, OwnerParams):
+            raise TypeError(
+                "got owner params, but the optimizer was built without their layout; give layout="
+            )
         masked = any(
             isinstance(x, optax.MaskedNode)
             for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
@@ -153,17 +157,30 @@ def _keep_dtypes(tx: optax.GradientTransformation) -> optax.GradientTransformati
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
+def mask_of(tree: PyTree, mask: Any) -> PyTree:
+    """A weight-decay mask as a tree (or prefix) of bools; None means all.
+
+    Raises: TypeError if it holds anything else.
+    """
+    mask = True if mask is None else mask(tree) if callable(mask) else mask
+    for value in jax.tree.leaves(mask, is_leaf=lambda x: x is None):
+        if not isinstance(value, (bool, np.bool)):
+            raise TypeError(
+                f"weight_decay_mask holds {value!r}; give True or False for each leaf, in the "
+                "structure of the parameters (or a prefix of it), or a function of them"
+            )
+    return mask
+
+
 def decay_tables(
     layout: OwnerLayout, mask: Any, factor: Callable[[Matrix], float]
 ) -> dict[str, np.ndarray]:
     """The weight-decay mask, given in canonical names, as 0 or 1 over the factor of each slot."""
     shapes = [jax.ShapeDtypeStruct(lp.leaf.shape, lp.leaf.dtype) for lp in layout.plan.leaves]
     tree = jax.tree.unflatten(layout.treedef, shapes)
-    mask = mask(tree) if callable(mask) else True if mask is None else mask
+    mask = mask_of(tree, mask)
     try:
-        spread = jax.tree.map(
-            lambda keep, part: jax.tree.map(lambda _: bool(keep), part), mask, tree
-        )
+        spread = jax.tree.map(lambda keep, part: jax.tree.map(lambda _: keep, part), mask, tree)
     except ValueError as error:
         raise ValueError(
             "weight_decay_mask is not a prefix of the parameter tree that was planned "

@@ -60,7 +60,8 @@ def scale_by_momentum(
 
     Numerics: computed and returned in float32 (float64 for float64 gradients).
     """
-    check_number("momentum", momentum, low=0.0, below=1.0)
+    check_number("momentum", momentum, low=0.0, below=1.0, schedule=True)
+    check_flags(nesterov=nesterov, bias_correction=bias_correction)
     if momentum_rule not in get_args(MomentumRule):
         raise ValueError(f"momentum_rule={momentum_rule!r} must be one of {get_args(MomentumRule)}")
     if bias_correction and (callable(momentum) or momentum_rule == "sum"):
@@ -69,8 +70,7 @@ def scale_by_momentum(
             f'and momentum_rule="ema", got momentum={momentum!r} and '
             f"momentum_rule={momentum_rule!r}"
         )
-    if momentum_dtype is not None and not jnp.issubdtype(momentum_dtype, jnp.floating):
-        raise ValueError(f"momentum_dtype={momentum_dtype!r} must be a floating dtype, or None")
+    momentum_dtype = _checked_dtype(momentum_dtype)
 
     def init(params: PyTree) -> MuonState:
         def zeros(p: Any) -> jax.Array:
@@ -101,6 +101,22 @@ def scale_by_momentum(
     return optax.GradientTransformation(init, update)
 
 
+def _checked_dtype(dtype: Any) -> Any:
+    """A dtype that can hold a momentum: 8 bits underflow, 64 bits need JAX's x64 mode."""
+    if dtype is None:
+        return None
+    allowed = ("bfloat16", "float16", "float32", "float64")
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in allowed:
+        raise ValueError(f"momentum_dtype={dtype!r} must be one of {allowed}, or None")
+    if jax.dtypes.canonicalize_dtype(found) != found:
+        raise ValueError("momentum_dtype='float64' needs JAX's x64 mode: jax.enable_x64(True)")
+    return found
+
+
 def orthogonalize_stacks(
     *,
     ns_steps: int = 5,
@@ -123,6 +139,7 @@ def orthogonalize_stacks(
     Stateless. A zero matrix (a pad slot) stays exactly zero.
     """
     check_number("eps", eps, low=0.0, above_low=True)
+    check_flags(exact=exact)
     one_by_one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     options = {
         "steps": ns_steps,
@@ -175,6 +192,8 @@ def decay(
 
     Reference: Chen et al., "Cautious Weight Decay", arXiv 2510.12402, 2025.
     """
+    if isinstance(weight_decay, Real) and weight_decay == 0:
+        return optax.identity()
     plain = optax.add_decayed_weights(weight_decay, mask)
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
@@ -241,14 +260,47 @@ def _bias_corrections(beta: Any, count: jax.Array, nesterov: bool) -> tuple[Any,
 
 
 def check_number(
-    name: str, value: Any, *, low: float, below: float | None = None, above_low: bool = False
+    name: str,
+    value: Any,
+    *,
+    low: float,
+    below: float | None = None,
+    above_low: bool = False,
+    schedule: bool = False,
 ) -> None:
-    """Refuse a Python or numpy number outside its range; schedules and jax arrays pass."""
-    if isinstance(value, bool) or not isinstance(value, Real):
+    """Refuse what is no number in its range; jax arrays (and schedules, if allowed) pass.
+
+    Raises:
+      TypeError: for another type.
+      ValueError: for a Python or numpy number outside its range. Both name argument and value.
+    """
+    if isinstance(value, jax.Array) or (schedule and callable(value)):
         return
+    if isinstance(value, (bool, np.bool)) or not isinstance(value, Real):
+        kind = "a number or a schedule" if schedule else "a number"
+        raise TypeError(f"{name}={value!r} must be {kind}, got {type(value).__name__}")
     x = float(value)
     in_range = (x > low if above_low else x >= low) and (below is None or x < below)
     if not (np.isfinite(x) and in_range):
         bounds = f"> {low}" if above_low else f">= {low}"
         bounds += "" if below is None else f" and < {below}"
         raise ValueError(f"{name}={value} must be a finite number {bounds}")
+
+
+def check_flags(**flags: Any) -> None:
+    """Refuse what is no bool.
+
+    Raises: TypeError, naming argument and value.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, (bool, np.bool)):
+            raise TypeError(f"{name}={value!r} must be True or False")
+
+
+def check_transformation(name: str, tx: Any) -> None:
+    """Refuse what is no optax transformation.
+
+    Raises: TypeError, naming the argument.
+    """
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise TypeError(f"{name}={tx!r} must be an optax transformation, such as optax.adamw(3e-4)")

@@ -42,6 +42,16 @@ class AttentionWeight:
     block: int = 0
     splits: tuple[int, ...] | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse counts and parts that mean nothing."""
+        if isinstance(self.num_heads, bool) or not isinstance(self.num_heads, int):
+            raise TypeError(f"num_heads={self.num_heads!r} of {self.path!r} must be an int")
+        for size, exponent in self.parts or ():
+            if not (isinstance(size, int) and size > 0 and 0 <= exponent < float("inf")):
+                raise ValueError(
+                    f"parts={self.parts} of {self.path!r} must be (size >= 1, exponent >= 0) pairs"
+                )
+
     def heads_and_exponents(self, size: int) -> tuple[np.ndarray, np.ndarray]:
         """Head and exponent of each of the ``size`` outputs."""
         if self.num_heads < 1 or size % self.num_heads:

@@ -89,11 +89,15 @@ def scale_fn(scale: str | ScaleFn) -> ScaleFn:
 
 def _checked(scale: ScaleFn) -> ScaleFn:
     def checked(fan_in: int, fan_out: int) -> float:
-        factor = float(scale(fan_in, fan_out))
-        if not 0 < factor < math.inf:
+        factor = scale(fan_in, fan_out)
+        try:
+            number = float(factor)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not 0 < number < math.inf:
             raise ValueError(
-                f"scale({fan_in}, {fan_out}) returned {factor}; it must be finite and positive"
+                f"scale({fan_in}, {fan_out}) returned {factor!r}; it must be finite and positive"
             )
-        return factor
+        return number
 
     return checked

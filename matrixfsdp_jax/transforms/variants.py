@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from matrixfsdp_jax.linalg.batching import matrix_by_matrix
-from matrixfsdp_jax.transforms.muon import Local, Tables, check_number, wide
+from matrixfsdp_jax.transforms.muon import Local, Tables, check_number, check_transformation, wide
 
 PyTree = Any
 MakeAfter = Callable[[Tables, Local], optax.GradientTransformation]
@@ -44,6 +44,14 @@ class MuonVariant:
 
     before: optax.GradientTransformation = field(default_factory=optax.identity)
     after: MakeAfter = _nothing
+
+    def __post_init__(self) -> None:
+        """Refuse what is no transformation, or no function that makes one."""
+        check_transformation("before", self.before)
+        if not callable(self.after):
+            raise TypeError(
+                f"after={self.after!r} must be a function (row_outputs, local) -> transformation"
+            )
 
 
 class SecondMomentState(NamedTuple):
