@@ -151,7 +151,7 @@ def main() -> None:
         **floor_sides(mesh, layout),
     }
     results = measure(sides, ARGS.rounds)
-    flops = sum(len(c.matrices) * newton_schulz_flops(c.m, c.n, 5) for c in layout.plan.classes)
+    flops = sum(len(c.matrices) * newton_schulz_flops(c.shape, 5) for c in layout.plan.classes)
     report(results, flops, len(params))
 
 

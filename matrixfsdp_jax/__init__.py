@@ -10,7 +10,7 @@ from matrixfsdp_jax.guards import SkipNonfiniteState, clip_by_global_norm, skip_
 from matrixfsdp_jax.interop import import_momentum
 from matrixfsdp_jax.layout import rules
 from matrixfsdp_jax.layout.rules import default_rules
-from matrixfsdp_jax.layout.spec import MatrixView
+from matrixfsdp_jax.layout.spec import MatrixView, TensorView
 from matrixfsdp_jax.optimizers import muon, scale_by_muon
 from matrixfsdp_jax.owner.gradients import shard_batch
 from matrixfsdp_jax.owner.params import OwnerLayout, OwnerParams, plan
@@ -31,6 +31,7 @@ __all__ = [
     "OwnerLayout",
     "OwnerParams",
     "SkipNonfiniteState",
+    "TensorView",
     "TrainStep",
     "audit",
     "clip_by_global_norm",

@@ -10,8 +10,9 @@ import numpy as np
 import optax
 
 from matrixfsdp_jax.layout import leaves as tree_leaves
+from matrixfsdp_jax.layout.costs import Method
 from matrixfsdp_jax.layout.rules import route
-from matrixfsdp_jax.layout.spec import LeafRoute, Matrix, Plan
+from matrixfsdp_jax.layout.spec import LeafRoute, Matrix, MatrixView, Plan, TensorView
 from matrixfsdp_jax.owner.canonical import on_canonical
 from matrixfsdp_jax.owner.collectives import manual_over
 from matrixfsdp_jax.owner.params import OwnerLayout, OwnerParams
@@ -36,6 +37,7 @@ def qk_clip(
     *,
     layout: OwnerLayout | None = None,
     rules: Any = None,
+    optimizer: str | Method = "muon",
 ) -> optax.GradientTransformationExtraArgs:
     """Bound attention logits by shrinking the query and key weights of heads that exceed them.
 
@@ -59,11 +61,13 @@ def qk_clip(
       max_logit: the threshold, > 0.
       layout: an ``OwnerLayout`` for owner params; None for the user's own tree, on one device.
       rules: routing for ``layout=None``.
+      optimizer: whose default routes apply, for ``layout=None``.
 
     Collectives: none here; the maximum over devices costs one small all-reduce where it is taken.
 
     Raises:
-      ValueError: for a path, head count or block that does not fit the parameters, naming it.
+      ValueError: for a path, head count or block that does not fit the parameters, or a parameter
+        that is read as tensors (its outputs are not known), naming it.
       TypeError: from ``update`` without ``max_logits``.
 
     Examples:
@@ -76,7 +80,7 @@ def qk_clip(
     check_number("max_logit", max_logit, low=0.0, above_low=True)
     own = {name: tuple(weights) for name, weights in layers.items()}
     if layout is None:
-        inner = _on_tree(own, rules)
+        inner = _on_tree(own, rules, optimizer)
     else:
         refuse_rules(rules)
         inner = _on_owned(own, layout)
@@ -124,11 +128,12 @@ def _on_owned(layers: Layers, layout: OwnerLayout) -> Any:
     return update
 
 
-def _on_tree(layers: Layers, rules: Any) -> Any:
+def _on_tree(layers: Layers, rules: Any, optimizer: str | Method) -> Any:
     def update(updates: PyTree, params: PyTree, max_logits: Any, max_logit: float) -> PyTree:
         paths, values, treedef = tree_leaves.flatten(updates)
         shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
-        routes = {leaf.path: (leaf, r) for leaf, r in route(treedef.unflatten(shapes), rules)}
+        routed = route(treedef.unflatten(shapes), rules, optimizer=optimizer)
+        routes = {leaf.path: (leaf, r) for leaf, r in routed}
         heads = _Heads(layers, routes)
         gammas = heads.gammas(max_logits, max_logit)
         new = dict(zip(paths, values, strict=True))
@@ -209,7 +214,7 @@ class _Heads:
             for matrix, slot in zip(c.matrices, c.slots, strict=True):
                 path = plan.leaves[matrix.leaf].leaf.path
                 by_leaf.setdefault(path, []).append((c.key, slot, matrix))
-        shapes = {c.key: (c.num_devices, c.num_waves, c.n) for c in plan.classes}
+        shapes = {c.key: (*c.stack_shape[:2], max(c.shape, default=1)) for c in plan.classes}
         gamma: dict[str, np.ndarray] = {}
         exponent: dict[str, np.ndarray] = {}
         for name, weights in self.layers.items():
@@ -273,6 +278,12 @@ class _Heads:
         leaf_route: LeafRoute = self.routes[w.path][1]
         if leaf_route.route == "frozen":
             raise ValueError(f"{w.path!r} of layer {name!r} is frozen, so it cannot be clipped")
+        if isinstance(leaf_route.view, TensorView):
+            raise ValueError(
+                f"{w.path!r} of layer {name!r} is read as tensors, whose outputs are not known; "
+                "give a rule that reads it as matrices (attention_in, matrix, ...), or rest for a "
+                "bias"
+            )
         if (w.path, w.block) in seen:
             raise ValueError(f"block {w.block} of {w.path!r} is listed twice")
         seen.add((w.path, w.block))
@@ -291,7 +302,7 @@ class _Heads:
         batches = {
             view.matrix_shape(leaf.shape)[0]
             for leaf, r in (self.routes[w.path] for w in weights)
-            if (view := r.view) is not None and r.route == "matrix"
+            if isinstance(view := r.view, MatrixView)
         } or {1}
         heads = {w.num_heads for w in weights}
         count, most = min(heads), max(heads)

@@ -1,61 +1,138 @@
 """What a plan costs: FLOPs, memory and bytes moved, as exact integers, before anything runs.
 
 Shape legend: ``N`` devices on the owner axis, ``W`` waves, ``K`` Newton-Schulz steps,
-``m <= n`` a stored matrix.
+``m <= n`` a stored matrix, ``dims`` the stored shape of a matrix or tensor.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
+from math import prod
 from typing import Literal
 
-from matrixfsdp_jax.layout.spec import LeafPlan, Plan, ShapeClass, dtype_bytes
+from matrixfsdp_jax.layout.blocks import block_kinds, merge_dims
+from matrixfsdp_jax.layout.spec import LeafPlan, Plan, ShapeClass, TensorView, View, dtype_bytes
 
 CollectiveKind = Literal["all-gather", "reduce-scatter", "all-reduce"]
+Dims = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Method:
-    """What the planner must know of an optimizer.
+    """What rules and planner must know of an optimizer.
 
     Attributes:
-      matrix_flops: ``(m, n, ns_steps)`` -> FLOPs that one update of one matrix takes.
-      matrix_state: ``(m, n)`` -> elements of state that one matrix keeps; they are float32, or
+      name: how reports and errors call it.
+      matrix_flops: ``(dims, ns_steps)`` -> FLOPs that one update of one matrix takes.
+      matrix_state: ``dims`` -> elements of state that one matrix keeps; they are float32, or
         wider where the matrix is.
       rest_copies: state arrays of a rest leaf, each of the leaf's shape and dtype.
+      orders: the orders that it takes: 2 is matrices, any other is tensors.
+      oriented: whether tall matrices are stored transposed, so that ``m <= n`` always.
     """
 
-    matrix_flops: Callable[[int, int, int], int]
-    matrix_state: Callable[[int, int], int]
+    name: str
+    matrix_flops: Callable[[Dims, int], int] = field(repr=False)
+    matrix_state: Callable[[Dims], int] = field(repr=False)
     rest_copies: int
+    orders: tuple[int, ...] = (2,)
+    oriented: bool = True
+
+    def refusal(self, view: View, shape: Dims) -> str | None:
+        """Why it cannot take a leaf of ``shape`` read by ``view`` and what to do, or None."""
+        order = len(view.item_shape(shape))
+        if isinstance(view, TensorView) and self.orders == (2,):
+            return (
+                f"reads tensors of order {order}, but {self.name} takes only matrices; read the "
+                "leaf as matrices (rules.matrix, conv, stacked, ...), route it to rest, or plan "
+                'for optimizer="shampoo" or "soap"'
+            )
+        if order not in self.orders:
+            return (
+                f"reads tensors of order {order}, but {self.name} takes orders "
+                f"{', '.join(map(str, self.orders))}; make some dims batch dims, say "
+                "rules.tensor(..., batch_dims=(0,)), or flatten some with rules.matrix"
+            )
+        return None
 
 
-def newton_schulz_flops(m: int, n: int, steps: int) -> int:
+def newton_schulz_flops(dims: Dims, steps: int) -> int:
     """FLOPs of ``K`` quintic Newton-Schulz steps on one ``[m, n]`` matrix: K (4 m^2 n + 2 m^3).
 
     One step is ``A = X X^T`` (2 m^2 n), ``A A`` (2 m^3) and ``(b A + c A A) X`` (2 m^2 n); a
     multiply and an add count as two, and no use is made of the symmetry of ``A``.
     """
+    m, n = dims
     return steps * (4 * m * m * n + 2 * m * m * m)
+
+
+@cache  # the same options give the same record, so plans compare equal
+def shampoo_method(
+    name: Literal["shampoo", "soap"],
+    max_preconditioner_dim: int | float,
+    target: int | float,
+    precondition_frequency: int,
+    /,
+) -> Method:
+    """The record of Shampoo or SOAP with these options.
+
+    A tensor is merged and cut into blocks (see `blocks`). A block of ``s`` elements has for each
+    dim ``k`` a factor and its root (for SOAP its eigenvectors), ``k^2`` elements each. An update
+    takes ``2 s k`` FLOPs for the factor and ``2 s k`` for every product with the root: one for
+    Shampoo; three for SOAP, which rotates gradient and average and rotates back. An
+    eigendecomposition is counted as ``25 k^3``, spread over ``precondition_frequency`` steps. The
+    averaged gradient has ``s`` elements, and so has SOAP's second moment.
+
+    Args:
+      name: whose record.
+      max_preconditioner_dim: largest side of a block; ``math.inf`` for no limit.
+      target: the order down to which small dims are merged; ``math.inf`` merges none.
+      precondition_frequency: steps between eigendecompositions.
+    """
+    products, moments = {"shampoo": (1, 1), "soap": (3, 2)}[name]
+
+    def blocks(dims: Dims) -> Iterator[tuple[Dims, int]]:
+        return block_kinds(merge_dims(dims, max_preconditioner_dim, target), max_preconditioner_dim)
+
+    def flops(dims: Dims, _: int) -> int:
+        multiplied = sum(count * prod(block) * sum(block) for block, count in blocks(dims))
+        eigen = sum(25 * count * sum(k**3 for k in block) for block, count in blocks(dims))
+        return 2 * (1 + products) * multiplied + eigen // precondition_frequency
+
+    def state(dims: Dims) -> int:
+        factors = sum(count * sum(k**2 for k in block) for block, count in blocks(dims))
+        return moments * prod(dims) + 2 * factors
+
+    return Method(name, flops, state, rest_copies=2, orders=(0, 1, 2, 3, 4), oriented=False)
 
 
 # One record per optimizer; elementwise FLOPs are counted from the formulas, 16 per element for
 # AdamW (two averages, their corrections, square root, division, decay) and 4 for SGD with momentum.
+# Rest leaves go to AdamW unless the user says otherwise.
 METHODS: dict[str, Method] = {
-    # Rest leaves go to AdamW unless the user says otherwise.
-    "muon": Method(newton_schulz_flops, lambda m, n: m * n, rest_copies=2),
-    "normuon": Method(newton_schulz_flops, lambda m, n: m * n + n, rest_copies=2),
-    "adamuon": Method(newton_schulz_flops, lambda m, n: 2 * m * n, rest_copies=2),
-    "adamw": Method(lambda m, n, _: 16 * m * n, lambda m, n: 2 * m * n, rest_copies=2),
-    "sgd": Method(lambda m, n, _: 4 * m * n, lambda m, n: m * n, rest_copies=1),
+    record.name: record
+    for record in (
+        Method("muon", newton_schulz_flops, prod, rest_copies=2),
+        Method("normuon", newton_schulz_flops, lambda dims: prod(dims) + max(dims), rest_copies=2),
+        Method("adamuon", newton_schulz_flops, lambda dims: 2 * prod(dims), rest_copies=2),
+        shampoo_method("shampoo", 1024, 2, 10),
+        shampoo_method("soap", 1024, 2, 10),
+        Method(
+            "adamw", lambda dims, _: 16 * prod(dims), lambda dims: 2 * prod(dims), rest_copies=2
+        ),
+        Method("sgd", lambda dims, _: 4 * prod(dims), prod, rest_copies=1),
+    )
 }
 
 
-def method(optimizer: str) -> Method:
-    """The record of an optimizer.
+def method(optimizer: str | Method) -> Method:
+    """The record of an optimizer, which may be given itself.
 
     Raises:
       ValueError: if there is none of that name; it lists the known ones.
     """
+    if isinstance(optimizer, Method):
+        return optimizer
     if optimizer not in METHODS:
         raise ValueError(
             f"unknown optimizer {optimizer!r}: the planner knows {', '.join(sorted(METHODS))}"
@@ -174,12 +251,12 @@ def costs(plan: Plan) -> Costs:
     parameters = spread(_matrix_bytes, rest_bytes)
     return Costs(
         matrices=spread(lambda cls: 1),
-        elements=spread(lambda cls: cls.m * cls.n),
-        flops=spread(lambda cls: record.matrix_flops(cls.m, cls.n, plan.ns_steps)),
+        elements=spread(lambda cls: cls.size),
+        flops=spread(lambda cls: record.matrix_flops(cls.shape, plan.ns_steps)),
         parameters=parameters,
         gradients=parameters,
         state=spread(
-            lambda cls: record.matrix_state(cls.m, cls.n) * max(4, dtype_bytes(cls.dtype)),
+            lambda cls: record.matrix_state(cls.shape) * max(4, dtype_bytes(cls.dtype)),
             record.rest_copies * rest_bytes,
         ),
         frozen=sum(_stored_bytes(p, plan.num_devices) for p in plan.leaves if not p.trainable),
@@ -191,7 +268,7 @@ def costs(plan: Plan) -> Costs:
 
 
 def _matrix_bytes(cls: ShapeClass) -> int:
-    return cls.m * cls.n * dtype_bytes(cls.dtype)
+    return cls.size * dtype_bytes(cls.dtype)
 
 
 def _stored_bytes(plan: LeafPlan, num_devices: int) -> int:
@@ -203,7 +280,7 @@ def _stored_bytes(plan: LeafPlan, num_devices: int) -> int:
 def _collectives(plan: Plan) -> Iterator[Collective]:
     others = plan.num_devices - 1
     # (source, collectives, elements that a device holds, dtype, whether a gradient comes back)
-    moved = [(c.key, c.num_waves, c.m * c.n, c.dtype, True) for c in plan.classes]
+    moved = [(c.key, c.num_waves, c.size, c.dtype, True) for c in plan.classes]
     moved += [
         (p.leaf.path, 1, p.leaf.size // plan.num_devices, p.leaf.dtype, p.trainable)
         for p in plan.leaves

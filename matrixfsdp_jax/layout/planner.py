@@ -1,6 +1,6 @@
 """Deals the matrices of a model out to devices: shapes in, layout out, always the same.
 
-Shape legend: ``N`` devices on the owner axis, ``W`` waves, ``m <= n`` a stored matrix.
+Shape legend: ``N`` devices on the owner axis, ``W`` waves.
 """
 
 import itertools
@@ -8,16 +8,16 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from matrixfsdp_jax.layout.costs import method
+from matrixfsdp_jax.layout.costs import Method, method
 from matrixfsdp_jax.layout.leaves import natural_key
 from matrixfsdp_jax.layout.spec import (
     Leaf,
     LeafPlan,
     LeafRoute,
     Matrix,
-    MatrixView,
     Plan,
     ShapeClass,
+    View,
     is_inexact,
 )
 
@@ -30,7 +30,7 @@ def make_plan(
     routed: Sequence[tuple[Leaf, LeafRoute]],
     num_devices: int,
     *,
-    optimizer: str = "muon",
+    optimizer: str | Method = "muon",
     ns_steps: int = 5,
     order: Order | None = None,
     gather_dtype: str | None = None,
@@ -39,7 +39,8 @@ def make_plan(
 ) -> Plan:
     """Return the layout of routed leaves over ``num_devices`` devices.
 
-    Matrices of one oriented shape and dtype form a class. In forward order, matrix k of a class
+    Matrices (and tensors) of one stored shape and dtype form a class. Tall matrices are stored
+    transposed where the optimizer is ``oriented``. In forward order, matrix k of a class
     goes to device ``k % N`` in wave ``k // N``, so that neighbouring layers share a wave. A last
     wave that is not full goes to the devices with the least work so far, the costliest classes
     first; in every class a device thus owns at most one matrix more than another.
@@ -52,7 +53,8 @@ def make_plan(
     Args:
       routed: every leaf of the tree with its route; the plan keeps their sequence.
       num_devices: N, at least 1.
-      optimizer: what a matrix costs and which state it has, a name in `costs.METHODS`.
+      optimizer: what a matrix costs, which state it has and which orders are taken: a name in
+        `costs.METHODS`, or a `costs.Method`.
       ns_steps: Newton-Schulz steps K, at least 1.
       order: the forward order of the matrix leaves: all their paths, or a sort key on paths
         (equal keys fall back on the default order).
@@ -64,37 +66,38 @@ def make_plan(
 
     Raises:
       ValueError: if an argument is out of its range, there is no leaf, ``order`` does not name
-        every matrix leaf exactly once, or a matrix leaf cannot be read as its view says.
+        every matrix leaf exactly once, a matrix leaf cannot be read as its view says, or the
+        optimizer does not take its order.
     """
     _check_options(num_devices, ns_steps, gather_dtype, reduce_dtype, rest_shard_min_size)
-    flops = method(optimizer).matrix_flops
+    record = method(optimizer)
     if not routed:
         raise ValueError("the tree has no leaf, so there is nothing to lay out; give parameters")
     for leaf, route in routed:
         if route.route == "matrix":
-            _check_matrix_leaf(leaf, route)
+            _check_matrix_leaf(leaf, route, record)
 
-    members: dict[tuple[int, int, str], list[Matrix]] = defaultdict(list)
-    for matrix in _forward(routed, order):
-        m, n = sorted((matrix.rows, matrix.cols))
-        members[m, n, routed[matrix.leaf][0].dtype].append(matrix)
+    members: dict[tuple[tuple[int, ...], str], list[Matrix]] = defaultdict(list)
+    for matrix in _forward(routed, order, record.oriented):
+        members[matrix.stored_shape, routed[matrix.leaf][0].dtype].append(matrix)
+    flops = {shape: record.matrix_flops(shape, ns_steps) for shape, _ in members}
 
     loads = [0] * num_devices
     classes = []
-    for m, n, dtype in sorted(members, key=lambda c: (-flops(c[0], c[1], ns_steps), c)):
-        matrices = tuple(members[m, n, dtype])
+    for shape, dtype in sorted(members, key=lambda c: (-flops[c[0]], c)):
+        matrices = tuple(members[shape, dtype])
         slots = _deal(len(matrices), loads)
         for device, _ in slots:
-            loads[device] += flops(m, n, ns_steps)
+            loads[device] += flops[shape]
         waves = -(-len(matrices) // num_devices)
-        classes.append(ShapeClass(m, n, dtype, num_devices, waves, matrices, slots))
+        classes.append(ShapeClass(shape, dtype, num_devices, waves, matrices, slots))
 
     return Plan(
         num_devices=num_devices,
         optimizer=optimizer,
         ns_steps=ns_steps,
         leaves=tuple(_leaf_plan(*pair, num_devices, rest_shard_min_size) for pair in routed),
-        classes=tuple(sorted(classes, key=lambda c: (c.m, c.n, c.dtype))),
+        classes=tuple(sorted(classes, key=lambda c: (c.shape, c.dtype))),
         gather_dtype=gather_dtype,
         reduce_dtype=reduce_dtype,
     )
@@ -123,24 +126,27 @@ def _check_options(
             raise ValueError(f"{name} is {dtype!r}; it must be one of {', '.join(CAST_DTYPES)}")
 
 
-def _check_matrix_leaf(leaf: Leaf, route: LeafRoute) -> None:
+def _check_matrix_leaf(leaf: Leaf, route: LeafRoute, record: Method) -> None:
     what = f"leaf {leaf.path!r} ({leaf.dtype}{list(leaf.shape)}) is routed to 'matrix' but"
     view = route.view
     if view is None:
         raise ValueError(f"{what} its route has no view; give a MatrixView or route it to 'rest'")
     if sorted(view.permutation) != list(range(len(leaf.shape))):
         raise ValueError(
-            f"{what} its view's batch, row and column dims {view.permutation} do not name each of "
+            f"{what} the dims of its view {view.permutation} do not name each of "
             f"its {len(leaf.shape)} dims once; correct the view"
         )
     if not is_inexact(leaf.dtype) or leaf.size == 0:
         raise ValueError(f"{what} has no gradient or no element; route it to 'rest'")
-    _, rows, cols = view.matrix_shape(leaf.shape)
-    side = rows if view.split_side == "rows" else cols
-    if view.splits and (min(view.splits) < 1 or sum(view.splits) != side):
+    refusal = record.refusal(view, leaf.shape)
+    if refusal:
+        raise ValueError(f"{what} {refusal}")
+    item = view.item_shape(leaf.shape)
+    if view.splits and (min(view.splits) < 1 or sum(view.splits) != item[view.split_axis]):
+        side = f"{item[view.split_axis]} {('rows', 'cols')[view.split_axis]}"
         raise ValueError(
-            f"{what} its splits {view.splits} do not add up to its {side} {view.split_side}; "
-            f"give positive sizes whose sum is {side}"
+            f"{what} its splits {view.splits} do not add up to its {side}; "
+            "give positive sizes whose sum is that"
         )
 
 
@@ -173,7 +179,9 @@ def _deal(count: int, loads: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple(full + [(device, waves) for device in lightest[:left]])
 
 
-def _forward(routed: Sequence[tuple[Leaf, LeafRoute]], order: Order | None) -> list[Matrix]:
+def _forward(
+    routed: Sequence[tuple[Leaf, LeafRoute]], order: Order | None, oriented: bool
+) -> list[Matrix]:
     """All matrices in forward order.
 
     The sort key of a matrix is ``(rank of its leaf, block)``, and before it, for each batch dim,
@@ -192,7 +200,7 @@ def _forward(routed: Sequence[tuple[Leaf, LeafRoute]], order: Order | None) -> l
         if route.route != "matrix" or route.view is None:
             continue
         groups = [first_rank[module] for module in stacks.of(leaf, route.view.batch_dims)]
-        for batch, block, matrix in _matrices(index, leaf, route.view):
+        for batch, block, matrix in _matrices(index, leaf, route.view, oriented):
             stacked = itertools.chain.from_iterable(zip(groups, batch, strict=True))
             keyed.append(((*stacked, ranks[leaf.path], block), matrix))
     return [matrix for _, matrix in sorted(keyed, key=lambda pair: pair[0])]
@@ -263,26 +271,20 @@ def _parts(path: str) -> tuple[str, ...]:
 
 
 def _matrices(
-    index: int, leaf: Leaf, view: MatrixView
+    index: int, leaf: Leaf, view: View, oriented: bool
 ) -> Iterator[tuple[tuple[int, ...], int, Matrix]]:
     """Every matrix of a leaf with its indices over the batch dims and its block."""
-    _, rows, cols = view.matrix_shape(leaf.shape)
-    by_rows = view.split_side == "rows"
-    sizes = view.splits or (rows if by_rows else cols,)
-    starts = [0, *itertools.accumulate(sizes)]
+    item, axis = view.item_shape(leaf.shape), view.split_axis
+    blocks = [(*item[:axis], size, *item[axis + 1 :]) for size in view.splits] or [item]
+    starts = [0, *itertools.accumulate(view.splits)]
     batches = itertools.product(*(range(leaf.shape[d]) for d in view.batch_dims))
     for flat, batch in enumerate(batches):
-        for block, size in enumerate(sizes):
-            block_rows, block_cols = (size, cols) if by_rows else (rows, size)
-            fans = (block_rows, block_cols)
-            fan_in, fan_out = fans if view.out_side == "cols" else fans[::-1]
+        for block, dims in enumerate(blocks):
+            transposed = oriented and len(dims) == 2 and dims[0] > dims[1]
             name = leaf.path
             if batch:
                 name += f"[{','.join(map(str, batch))}]"
             if view.splits:
                 name += f":{block}"
-            yield (
-                batch,
-                block,
-                Matrix(name, index, flat, starts[block], block_rows, block_cols, fan_in, fan_out),
-            )
+            matrix = Matrix(name, index, flat, starts[block], dims, transposed, *view.fans(dims))
+            yield batch, block, matrix

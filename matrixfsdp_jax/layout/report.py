@@ -1,6 +1,6 @@
 """A plan to look at: a table for people, a dict for programs.
 
-Shape legend: ``N`` devices on the owner axis, ``W`` waves, ``m <= n`` a stored matrix.
+Shape legend: ``N`` devices on the owner axis, ``W`` waves.
 """
 
 import io
@@ -14,8 +14,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from matrixfsdp_jax.layout.costs import Collective, CollectiveKind, Costs, costs
-from matrixfsdp_jax.layout.spec import LeafPlan, Plan, ShapeClass
+from matrixfsdp_jax.layout.costs import (
+    Collective,
+    CollectiveKind,
+    Costs,
+    costs,
+    method,
+    newton_schulz_flops,
+)
+from matrixfsdp_jax.layout.spec import LeafPlan, Plan, ShapeClass, TensorView
 
 _KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 
@@ -66,7 +73,8 @@ def _summary(plan: Plan, cost: Costs) -> str:
         f"received per device and step: {', '.join(traffic) or 'nothing'}",
     ]
     if plan.classes:
-        steps = f" ({plan.ns_steps} Newton-Schulz steps)" if plan.optimizer == "muon" else ""
+        is_muon = method(plan.optimizer).matrix_flops is newton_schulz_flops
+        steps = f" ({plan.ns_steps} Newton-Schulz steps)" if is_muon else ""
         lines += [
             f"update per device: {_flops(cost.flops.padded)}FLOP{steps}, "
             f"{cost.flops.padded_balance:.2f} x the mean of useful work; "
@@ -78,7 +86,9 @@ def _summary(plan: Plan, cost: Costs) -> str:
 
 def title(plan: Plan) -> str:
     """``"muon on 8 devices"``."""
-    return f"{plan.optimizer} on {plan.num_devices} device{'s' * (plan.num_devices > 1)}"
+    return (
+        f"{method(plan.optimizer).name} on {plan.num_devices} device{'s' * (plan.num_devices > 1)}"
+    )
 
 
 def _table(title: str, *columns: str, numbers_from: int) -> Table:
@@ -161,7 +171,8 @@ def _leaf_table(plan: Plan, every_leaf: bool) -> Table:
 def _route(each: LeafPlan, classes: Sequence[str]) -> str:
     if each.route.route == "matrix":
         shapes = dict.fromkeys(key.split(":")[0] for key in classes)
-        return f"matrix {', '.join(shapes)}"
+        kind = "tensor" if isinstance(each.route.view, TensorView) else "matrix"
+        return f"{kind} {', '.join(shapes)}"
     placed = "replicated" if each.shard_dim is None else f"dim {each.shard_dim} sharded"
     return f"{each.route.route}, {placed}"
 
@@ -236,7 +247,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     where = _slots_of_leaves(plan)
     return {
         "num_devices": plan.num_devices,
-        "optimizer": plan.optimizer,
+        "optimizer": method(plan.optimizer).name,
         "ns_steps": plan.ns_steps,
         "gather_dtype": plan.gather_dtype,
         "reduce_dtype": plan.reduce_dtype,
@@ -273,13 +284,12 @@ def to_dict(plan: Plan) -> dict[str, Any]:
 def _class_dict(cls: ShapeClass) -> dict[str, Any]:
     return {
         "key": cls.key,
-        "m": cls.m,
-        "n": cls.n,
+        "shape": list(cls.shape),
         "dtype": cls.dtype,
         "num_waves": cls.num_waves,
         "num_pads": cls.num_pads,
         "matrices": [
-            {**asdict(matrix), "transposed": matrix.transposed, "device": device, "wave": wave}
+            {**asdict(matrix), "dims": list(matrix.dims), "device": device, "wave": wave}
             for matrix, (device, wave) in zip(cls.matrices, cls.slots, strict=True)
         ],
     }

@@ -7,11 +7,13 @@ applies them to a tree and checks every decision. Only paths, shapes and dtypes 
 
 import fnmatch
 import glob
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, cast, get_args
 
 import jax
@@ -19,8 +21,18 @@ import jax.tree_util as jtu
 import numpy as np
 
 from matrixfsdp_jax.layout import leaves
+from matrixfsdp_jax.layout.costs import METHODS, Method, method
 from matrixfsdp_jax.layout.names import kind_by_name
-from matrixfsdp_jax.layout.spec import Leaf, LeafRoute, MatrixView, Route, Side, is_inexact
+from matrixfsdp_jax.layout.spec import (
+    Leaf,
+    LeafRoute,
+    MatrixView,
+    Route,
+    Side,
+    TensorView,
+    View,
+    is_inexact,
+)
 
 Match = str | Callable[[Leaf], bool]
 
@@ -69,7 +81,8 @@ class Rules:
 
     Raises:
       TypeError: if ``rules`` holds anything but `Rule`.
-      ValueError: when called, if no rule names a leaf of rank above 2, or a decision is wrong.
+      ValueError: when called, if neither a rule nor a default reads the leaf, or a decision is
+        wrong.
     """
 
     rules: tuple[Rule, ...] = ()
@@ -81,24 +94,26 @@ class Rules:
                     f"rules must be Rule objects such as stacked('blocks/*/kernel'), got {rule!r}"
                 )
 
-    def __call__(self, leaf: Leaf) -> LeafRoute:
-        """The route of one leaf, checked."""
+    def __call__(self, leaf: Leaf, record: Method = METHODS["muon"]) -> LeafRoute:
+        """The route of one leaf under a method, checked."""
         for rule in self.rules:
             if rule.matches(leaf):
                 decision = rule.decide(leaf) if callable(rule.decide) else rule.decide
-                return _checked(leaf, decision, f"rule {rule.name}")
-        return _default_route(leaf)
+                return _checked(leaf, decision, f"rule {rule.name}", record)
+        return _default_route(leaf, record)
 
 
 class NoRuleError(ValueError):
-    """Leaves of rank above 2 that no rule names; the message offers the rules to choose from."""
+    """Leaves that neither a rule nor a default reads; the message offers rules to choose from."""
 
-    def __init__(self, undecided: Sequence[Leaf]):
+    def __init__(self, undecided: Sequence[Leaf], record: Method):
         self.leaves = tuple(undecided)
         first, *others = self.leaves
         lines = [f"{_text(first)} has rank {len(first.shape)} and no rule says how to read it."]
         lines.append("Give one of these as rules=[...] (from matrixfsdp_jax.layout.rules):")
-        lines += [f"  {rule.name}  # {_reading_text(rule, first)}" for rule in _readings(first)]
+        lines += [
+            f"  {rule.name}  # {_reading_text(rule, first)}" for rule in _readings(first, record)
+        ]
         lines.append(f"  {_call('rest', glob.escape(first.path))}  # not a matrix")
         if others:
             lines.append("Without a rule, too (one pattern may cover several):")
@@ -112,7 +127,9 @@ def default_rules(*extra: Rule) -> Rules:
     The defaults, in this order: a leaf that has no gradient (integers, keys), is empty, or has
     rank 0 or 1 goes to rest; so do biases, scales, norms, embeddings and output heads of any rank,
     told by whole words of their path, and depthwise convolutions. What is left of rank 2 is a
-    matrix ``[in, out]``; of a higher rank it is an error that lists the possible rules.
+    matrix ``[in, out]``. Of a higher rank it is a tensor as it is where the method takes tensors of
+    that order (Shampoo and SOAP: 3 and 4; give stacked layers a rule), and otherwise an error that
+    lists the possible rules.
 
     Examples:
       >>> rules = default_rules(stacked("blocks/*/kernel"))
@@ -229,6 +246,24 @@ def attention_out(match: Match, *, batch: int = 0) -> Rule:
     return _attention("attention_out", match, batch, num_row_dims=2)
 
 
+def tensor(match: Match, batch_dims: Sequence[int] = ()) -> Rule:
+    """The leaf as it is, of any order that the method takes (Shampoo and SOAP: 0 to 4).
+
+    ``batch_dims`` are dims that count tensors (scanned layers, experts); negative ones count from
+    the end. Nothing is flattened. Methods that take only matrices refuse it.
+    """
+    batch = _ints("batch_dims", batch_dims)
+    name = _call("tensor", match, batch_dims=batch)
+
+    def decide(leaf: Leaf) -> LeafRoute:
+        rank = len(leaf.shape)
+        own_batch = _from_start(batch, rank)
+        dims = tuple(d for d in range(rank) if d not in own_batch)
+        return LeafRoute("matrix", f"rule {name}", TensorView(batch_dims=own_batch, dims=dims))
+
+    return Rule(match, decide, name)
+
+
 def rest(match: Match) -> Rule:
     """Not a matrix: the elementwise optimizer updates the leaf."""
     name = _call("rest", match)
@@ -245,6 +280,7 @@ def route(
     tree: leaves.PyTree,
     rules: Rules | Sequence[Rule] | Callable[[Leaf], Any] | leaves.PyTree | None = None,
     *,
+    optimizer: str | Method = "muon",
     allow_unused: bool = False,
 ) -> list[tuple[Leaf, LeafRoute]]:
     """Every leaf of ``tree`` with its route, in the tree's own leaf order.
@@ -256,17 +292,19 @@ def route(
         - None: `default_rules`;
         - `Rules`, or rules to put before the defaults;
         - a function of a `Leaf` that returns ``"matrix"``, ``"rest"``, ``"frozen"``, a
-          `MatrixView`, a `LeafRoute`, or ``"default"`` or None for the defaults;
+          `MatrixView`, a `TensorView`, a `LeafRoute`, or ``"default"`` or None for the defaults;
         - a tree with the paths of ``tree`` and one of these values at each leaf; there, as in
           optax, None skips the leaf (rest) and ``"default"`` asks for the defaults.
+      optimizer: the method whose orders count: a name in `costs.METHODS`, or a `costs.Method`.
       allow_unused: for trees of which a part, or all, is masked out: accept rules that match no
         leaf, entries of a given tree whose leaf is absent, and a tree without leaves.
 
     Raises:
       TypeError: if a leaf or a decision is of a wrong type.
-      ValueError: if the tree has no leaf; one array stands at two paths; no rule names a leaf of
-        rank above 2; a decision does not fit its leaf; a rule matches nothing; a given tree
-        differs from ``tree``. The message names the leaf and says what to change.
+      ValueError: if the tree has no leaf; one array stands at two paths; neither a rule nor a
+        default reads a leaf of rank above 2; the method does not take its order; a decision does
+        not fit its leaf; a rule matches nothing; a given tree differs from ``tree``. The message
+        names the leaf and says what to change.
 
     Examples:
       >>> params = {"mlp": {"kernel": np.ones((8, 16)), "bias": np.ones(16)}}
@@ -282,7 +320,8 @@ def route(
     _refuse_ambiguous(paths)
     _refuse_tied(paths, values)
     described = [leaves.describe(p, v) for p, v in zip(paths, values, strict=True)]
-    decide = _decider(rules, described, allow_unused)
+    record = method(optimizer)
+    decide = _decider(rules, described, allow_unused, record)
     routed: list[tuple[Leaf, LeafRoute]] = []
     undecided: list[Leaf] = []
     for leaf in described:
@@ -291,14 +330,16 @@ def route(
         except NoRuleError as error:
             undecided += error.leaves
     if undecided:
-        raise NoRuleError(undecided)
+        raise NoRuleError(undecided, record)
     return routed
 
 
-def _decider(rules: Any, described: list[Leaf], allow_unused: bool) -> Callable[[Leaf], LeafRoute]:
+def _decider(
+    rules: Any, described: list[Leaf], allow_unused: bool, record: Method
+) -> Callable[[Leaf], LeafRoute]:
     """What the user gave as rules, as one function of a leaf."""
     if rules is None:
-        return Rules()
+        rules = Rules()
     if isinstance(rules, Rule):
         rules = (rules,)
     if isinstance(rules, list | tuple) and (
@@ -308,13 +349,13 @@ def _decider(rules: Any, described: list[Leaf], allow_unused: bool) -> Callable[
     if isinstance(rules, Rules):
         if not allow_unused:
             _refuse_unused(rules, described)
-        return rules
+        return partial(rules, record=record)
     # A module that defines __call__ is callable too, but as a pytree it is a node, not a leaf.
     if callable(rules) and jtu.treedef_is_leaf(jtu.tree_structure(rules)):
         source = f"function {_function_name(rules)}"
-        return lambda leaf: _as_route(leaf, rules(leaf), source)
+        return lambda leaf: _as_route(leaf, rules(leaf), source, record)
     given = _given_routes(rules, described, allow_unused)
-    return lambda leaf: _as_route(leaf, given[leaf.path], "given tree")
+    return lambda leaf: _as_route(leaf, given[leaf.path], "given tree", record)
 
 
 def _given_routes(given: Any, described: list[Leaf], allow_unused: bool) -> dict[str, Any]:
@@ -333,7 +374,7 @@ def _given_routes(given: Any, described: list[Leaf], allow_unused: bool) -> dict
         raise ValueError(
             "the tree given as rules differs from the tree of parameters: "
             f"{_listing('no route for', missing)}{_listing('a route for no leaf', extra)}"
-            "give one of 'matrix', 'rest', 'frozen', 'default', a MatrixView or a LeafRoute at "
+            "give one of 'matrix', 'rest', 'frozen', 'default', a view or a LeafRoute at "
             "each leaf's path, or use path rules: default_rules(stacked('blocks/*'))"
         )
     return dict(zip(paths, values, strict=True))
@@ -343,32 +384,32 @@ def _asks_default(value: Any) -> bool:
     return value is None or (isinstance(value, str) and value == "default")
 
 
-def _as_route(leaf: Leaf, value: Any, source: str) -> LeafRoute:
+def _as_route(leaf: Leaf, value: Any, source: str, record: Method) -> LeafRoute:
     """One decision of a function or of a given tree, checked."""
     if _asks_default(value):
-        return _default_route(leaf)
-    if isinstance(value, MatrixView):
+        return _default_route(leaf, record)
+    if isinstance(value, View):
         value = LeafRoute("matrix", f"{source}: view given", value)
     elif isinstance(value, str):
         view = MatrixView() if value == "matrix" and len(leaf.shape) == 2 else None
         value = LeafRoute(cast(Route, value), f"{source}: {value}", view)
-    return _checked(leaf, value, source)
+    return _checked(leaf, value, source, record)
 
 
-def _checked(leaf: Leaf, decision: Any, source: str) -> LeafRoute:
+def _checked(leaf: Leaf, decision: Any, source: str, record: Method) -> LeafRoute:
     """The decision itself, if it fits the leaf."""
     if not isinstance(decision, LeafRoute):
         raise TypeError(
             f"{_text(leaf)}: {source} decided {decision!r}; expected a LeafRoute, a MatrixView, "
-            "'matrix', 'rest', 'frozen' or 'default'"
+            "a TensorView, 'matrix', 'rest', 'frozen' or 'default'"
         )
-    problem = _problem(leaf, decision)
+    problem = _problem(leaf, decision, record)
     if problem:
         raise ValueError(f"{_text(leaf)}: {source} {problem}")
     return decision
 
 
-def _problem(leaf: Leaf, decision: LeafRoute) -> str | None:
+def _problem(leaf: Leaf, decision: LeafRoute, record: Method) -> str | None:
     """What is wrong with a decision and what to do, or None."""
     view = decision.view
     if decision.route not in _ROUTES:
@@ -385,25 +426,33 @@ def _problem(leaf: Leaf, decision: LeafRoute) -> str | None:
     if leaf.size == 0:
         return f"says 'matrix', but the leaf has no element; {otherwise}"
     if view is None:
-        return f"says 'matrix' without a view; {_view_hint(leaf) or otherwise}"
-    return _view_problem(leaf, view)
+        return f"says 'matrix' without a view; {_view_hint(leaf, record) or otherwise}"
+    return _view_problem(leaf, view) or record.refusal(view, leaf.shape)
 
 
-def _view_hint(leaf: Leaf) -> str | None:
+def _view_hint(leaf: Leaf, record: Method) -> str | None:
     """Views to choose from for a leaf of rank 2 or more."""
     rank = len(leaf.shape)
-    views = [_view(rule, leaf) for rule in _readings(leaf)] if rank > 2 else [MatrixView()]
+    views: list[View] = [MatrixView()]
+    if rank > 2:
+        views = [_view(rule, leaf) for rule in _readings(leaf, record)]
     return "\n  ".join(["give one, say", *dict.fromkeys(map(str, views))]) if rank >= 2 else None
 
 
-def _view_problem(leaf: Leaf, view: MatrixView) -> str | None:
+def _view_problem(leaf: Leaf, view: View) -> str | None:
     rank = len(leaf.shape)
-    groups = (view.batch_dims, view.row_dims, view.col_dims, view.splits)
-    if not all(isinstance(group, tuple) for group in groups):
+    groups = {"batch": view.batch_dims}
+    if isinstance(view, TensorView):
+        groups |= {"dims": view.dims}
+    else:
+        groups |= {"rows": view.row_dims, "cols": view.col_dims}
+    if not all(isinstance(group, tuple) for group in (*groups.values(), view.splits)):
         return f"gives {view}; its dims and splits must be tuples of integers"
-    reads = f"reads batch {view.batch_dims}, rows {view.row_dims}, cols {view.col_dims}"
+    reads = f"reads {', '.join(f'{name} {dims}' for name, dims in groups.items())}"
     if sorted(view.permutation) != list(range(rank)):
         return f"{reads}; together they must name each of the dims {tuple(range(rank))} once"
+    if isinstance(view, TensorView):
+        return None
     if not (view.row_dims and view.col_dims):
         return f"{reads}; rows and cols need at least one dim each"
     if view.out_side not in _SIDES or view.split_side not in _SIDES:
@@ -459,7 +508,7 @@ def _refuse_unused(rules: Rules, described: list[Leaf]) -> None:
         )
 
 
-def _default_route(leaf: Leaf) -> LeafRoute:
+def _default_route(leaf: Leaf, record: Method) -> LeafRoute:
     """The defaults of `default_rules` for one leaf."""
     rank = len(leaf.shape)
     if not is_inexact(leaf.dtype):
@@ -477,10 +526,13 @@ def _default_route(leaf: Leaf) -> LeafRoute:
         return LeafRoute("rest", "depthwise convolution: one input channel per filter")
     if rank == 2:
         return LeafRoute("matrix", "rank 2", MatrixView())
-    raise NoRuleError([leaf])
+    as_it_is = TensorView(dims=tuple(range(rank)))
+    if record.refusal(as_it_is, leaf.shape) is None:
+        return LeafRoute("matrix", f"rank {rank}: a tensor as it is", as_it_is)
+    raise NoRuleError([leaf], record)
 
 
-def _readings(leaf: Leaf) -> list[Rule]:
+def _readings(leaf: Leaf, record: Method) -> list[Rule]:
     """The rules that could be meant for a leaf of rank above 2."""
     path, rank = glob.escape(leaf.path), len(leaf.shape)
     attention = [attention_in(path, batch=rank - 3), attention_out(path, batch=rank - 3)]
@@ -488,10 +540,12 @@ def _readings(leaf: Leaf) -> list[Rule]:
     if rank >= 4:
         stacked_conv = matrix(path, rows=range(1, rank - 1), cols=(rank - 1,), batch=(0,))
         others = [stacked_conv, *others]
+    if record.orders != (2,):
+        others = [tensor(path, range(max(0, rank - max(record.orders)))), *others]
     return [*([conv(path)] if leaf.shape[-2] > 1 else []), *others]
 
 
-def _view(rule: Rule, leaf: Leaf) -> MatrixView:
+def _view(rule: Rule, leaf: Leaf) -> View:
     assert callable(rule.decide)
     view = rule.decide(leaf).view
     assert view is not None
@@ -499,8 +553,11 @@ def _view(rule: Rule, leaf: Leaf) -> MatrixView:
 
 
 def _reading_text(rule: Rule, leaf: Leaf) -> str:
-    batch, num_rows, num_cols = _view(rule, leaf).matrix_shape(leaf.shape)
-    return f"{batch} {'matrix' if batch == 1 else 'matrices'} of {num_rows} x {num_cols}"
+    view = _view(rule, leaf)
+    item = view.item_shape(leaf.shape)
+    count = math.prod(leaf.shape[d] for d in view.batch_dims)
+    one, many = ("tensor", "tensors") if isinstance(view, TensorView) else ("matrix", "matrices")
+    return f"{count} {one if count == 1 else many} of {' x '.join(map(str, item))}"
 
 
 def _matrix_dims(
@@ -512,13 +569,9 @@ def _matrix_dims(
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Rows, cols and batch of `matrix`: negative dims counted from the end, defaults filled in."""
     rank = len(leaf.shape)
-
-    def from_start(dims: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(d + rank if d < 0 else d for d in dims)
-
-    batch = from_start(batch)
-    rows = None if rows is None else from_start(rows)
-    cols = None if cols is None else from_start(cols)
+    batch = _from_start(batch, rank)
+    rows = None if rows is None else _from_start(rows, rank)
+    cols = None if cols is None else _from_start(cols, rank)
     if rows is None or cols is None:
         left = [d for d in range(rank) if d not in batch]
         wants = "rows= and cols= unless exactly two dims remain beside batch"
@@ -529,6 +582,10 @@ def _matrix_dims(
         if cols is None:
             cols = (first,) if rows == (last,) else (last,)
     return rows, cols, batch
+
+
+def _from_start(dims: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    return tuple(d + rank if d < 0 else d for d in dims)
 
 
 def _attention(kind: str, match: Match, batch: int, num_row_dims: int) -> Rule:

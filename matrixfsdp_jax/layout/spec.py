@@ -1,14 +1,18 @@
 """The words of a layout as plain, hashable data (no jax here).
 
 A *leaf* is one array of the user's tree. A route says what happens to it; a view says
-how it is read as matrices; a plan deals those matrices out to devices.
+how it is read as matrices; a plan deals those matrices out to devices. A method that takes other
+orders than 2 (Shampoo) may read a leaf as tensors; all that is said of matrices holds for them.
 
-Shape legend: ``N`` devices on the owner axis, ``W`` waves, ``m <= n`` a stored matrix.
+Shape legend: ``N`` devices on the owner axis, ``W`` waves.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+if TYPE_CHECKING:
+    from matrixfsdp_jax.layout.costs import Method
 
 Route = Literal["matrix", "rest", "frozen"]
 Side = Literal["rows", "cols"]
@@ -58,6 +62,51 @@ class MatrixView:
         )
         return batch, rows, cols
 
+    def item_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """``(rows, cols)`` of a leaf of ``shape``, before any split."""
+        return self.matrix_shape(shape)[1:]
+
+    @property
+    def split_axis(self) -> int:
+        """The axis of a matrix that ``splits`` cuts."""
+        return 0 if self.split_side == "rows" else 1
+
+    def fans(self, dims: tuple[int, ...]) -> tuple[int, int]:
+        """``(fan_in, fan_out)`` of a matrix ``rows x cols``."""
+        rows, cols = dims
+        return (rows, cols) if self.out_side == "cols" else (cols, rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorView:
+    """How a leaf is read as a batch of tensors ``[batch, *dims]``: nothing is flattened.
+
+    Batch dims and dims, one after the other, are a permutation of the leaf's dims. The last dim
+    counts as the outputs (a flax kernel ``[*spatial, in, out]``).
+    """
+
+    batch_dims: tuple[int, ...] = ()
+    dims: tuple[int, ...] = ()
+    out_side: ClassVar[Side] = "cols"
+    splits: ClassVar[tuple[int, ...]] = ()
+    split_axis: ClassVar[int] = 0
+
+    @property
+    def permutation(self) -> tuple[int, ...]:
+        """The leaf's dims in the order batch, dims."""
+        return self.batch_dims + self.dims
+
+    def item_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of one tensor of a leaf of ``shape``."""
+        return tuple(shape[d] for d in self.dims)
+
+    def fans(self, dims: tuple[int, ...]) -> tuple[int, int]:
+        """``(fan_in, fan_out)`` of a tensor: all dims but the last, and the last."""
+        return math.prod(dims[:-1]), math.prod(dims[-1:])
+
+
+View = MatrixView | TensorView
+
 
 @dataclass(frozen=True)
 class LeafRoute:
@@ -65,42 +114,52 @@ class LeafRoute:
 
     route: Route
     reason: str
-    view: MatrixView | None = None
+    view: View | None = None
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """One matrix of one leaf, as the user holds it (``rows x cols``, not yet oriented).
+    """One matrix (or tensor) of one leaf, as the user holds it (not yet oriented).
 
-    ``batch`` is its flat index over the view's batch dims; ``start`` its offset along the
-    view's ``split_side`` (0 where nothing is split). ``leaf`` indexes ``Plan.leaves``.
+    ``dims`` is its shape, ``(rows, cols)`` for a matrix. ``transposed`` says whether it is stored
+    transposed. ``batch`` is its flat index over the view's batch dims; ``start`` its offset along
+    the side that the view splits (0 where nothing is split). ``leaf`` indexes ``Plan.leaves``.
     """
 
     name: str
     leaf: int
     batch: int
     start: int
-    rows: int
-    cols: int
+    dims: tuple[int, ...]
+    transposed: bool
     fan_in: int
     fan_out: int
 
     @property
-    def transposed(self) -> bool:
-        """Whether it is stored transposed (tall matrices are)."""
-        return self.rows > self.cols
+    def rows(self) -> int:
+        """Rows of a matrix (order 2)."""
+        return _pair(self.dims)[0]
+
+    @property
+    def cols(self) -> int:
+        """Columns of a matrix (order 2)."""
+        return _pair(self.dims)[1]
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Its shape in a stack."""
+        return self.dims[::-1] if self.transposed else self.dims
 
 
 @dataclass(frozen=True)
 class ShapeClass:
-    """All matrices of one oriented shape and dtype, and the slot ``(device, wave)`` of each.
+    """All matrices of one stored shape and dtype, and the slot ``(device, wave)`` of each.
 
     ``matrices`` is in forward order and ``slots`` runs parallel to it. The owner stack of the
-    class is ``[N, W, m, n]``; slots that no matrix takes are pads, zero for ever.
+    class is ``[N, W, *shape]``; slots that no matrix takes are pads, zero for ever.
     """
 
-    m: int
-    n: int
+    shape: tuple[int, ...]
     dtype: str
     num_devices: int
     num_waves: int
@@ -109,13 +168,28 @@ class ShapeClass:
 
     @property
     def key(self) -> str:
-        """Name of the class and of its stack, ``"256x1024:float32"``."""
-        return f"{self.m}x{self.n}:{self.dtype}"
+        """Name of the class and of its stack: ``"256x1024:float32"``, ``"scalar:float32"``."""
+        return f"{'x'.join(map(str, self.shape)) or 'scalar'}:{self.dtype}"
 
     @property
-    def stack_shape(self) -> tuple[int, int, int, int]:
-        """``(N, W, m, n)``."""
-        return self.num_devices, self.num_waves, self.m, self.n
+    def m(self) -> int:
+        """Rows of a class of matrices (order 2)."""
+        return _pair(self.shape)[0]
+
+    @property
+    def n(self) -> int:
+        """Columns of a class of matrices (order 2)."""
+        return _pair(self.shape)[1]
+
+    @property
+    def size(self) -> int:
+        """Elements of one matrix."""
+        return math.prod(self.shape)
+
+    @property
+    def stack_shape(self) -> tuple[int, ...]:
+        """``(N, W, *shape)``."""
+        return self.num_devices, self.num_waves, *self.shape
 
     @property
     def num_pads(self) -> int:
@@ -140,12 +214,13 @@ class LeafPlan:
 class Plan:
     """Shapes in, layout out: who owns which matrix. Deterministic, hashable, free of jax.
 
+    ``optimizer`` is a name in ``layout.costs.METHODS`` or a record of one's own.
     ``gather_dtype`` None means that parameters are gathered in their own dtype, ``reduce_dtype``
     None that gradients are summed in float32, those of float64 leaves in float64.
     """
 
     num_devices: int
-    optimizer: str
+    optimizer: "str | Method"
     ns_steps: int
     leaves: tuple[LeafPlan, ...]
     classes: tuple[ShapeClass, ...]
@@ -161,6 +236,12 @@ class Plan:
             return dtype, dtype
         default = "float64" if dtype == "float64" else "float32"
         return self.gather_dtype or dtype, self.reduce_dtype or default
+
+
+def _pair(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Both sides of a matrix; an error for any other order."""
+    rows, cols = shape
+    return rows, cols
 
 
 def is_inexact(dtype: str) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from matrixfsdp_jax.layout import leaves as tree_leaves
+from matrixfsdp_jax.layout.costs import Method
 from matrixfsdp_jax.layout.packing import build_leaf, take_matrix
 from matrixfsdp_jax.layout.planner import make_plan
 from matrixfsdp_jax.layout.spec import Leaf, LeafRoute, Matrix, MatrixView, Plan
@@ -20,23 +21,25 @@ PyTree = Any
 def on_canonical(
     make: Callable[[Plan, Local], optax.GradientTransformation],
     routes: dict[str, tuple[Leaf, LeafRoute]],
+    optimizer: str | Method = "muon",
 ) -> optax.GradientTransformationExtraArgs:
     """A stack transform on a tree of matrix leaves, on one device.
 
-    The leaves are packed into one stack ``[1, W, m, n]`` per shape class, updated, and unpacked.
+    The leaves are packed into one stack ``[1, W, *dims]`` per shape class, updated, and unpacked.
+    The classes are those of ``optimizer``.
     State that belongs to matrices (a dict with the keys of the stacks) is held per leaf, as
     ``{path: {class key: [k, ...]}}`` for the ``k`` matrices of a leaf in a class.
     """
 
     def init(params: PyTree) -> PyTree:
-        packing = _Packing(params, routes)
+        packing = _Packing(params, routes, optimizer)
         tx = make(packing.plan, jnp.asarray)
         return packing.unpack_state(tx.init(packing.pack(params)))
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:
-        packing = _Packing(updates, routes)
+        packing = _Packing(updates, routes, optimizer)
         tx = optax.with_extra_args_support(make(packing.plan, jnp.asarray))
         stacks = packing.pack(updates)
         template = jax.eval_shape(tx.init, stacks)
@@ -59,12 +62,16 @@ def is_placeholder(tree: PyTree) -> bool:
 class _Packing:
     """How the leaves of a tree lie in stacks of one device."""
 
-    def __init__(self, tree: PyTree, routes: dict[str, tuple[Leaf, LeafRoute]]) -> None:
+    def __init__(
+        self, tree: PyTree, routes: dict[str, tuple[Leaf, LeafRoute]], optimizer: str | Method
+    ) -> None:
         self.paths, values, self.treedef = tree_leaves.flatten(tree)
         self.shapes = [x.shape for x in values]
         self.placeholder = is_placeholder(tree)
         routed = [routes[p] for p in self.paths]
-        self.plan = make_plan(routed, 1) if routed else Plan(1, "muon", 1, (), ())
+        self.plan = (
+            make_plan(routed, 1, optimizer=optimizer) if routed else Plan(1, optimizer, 1, (), ())
+        )
         self.views = [lp.route.view or MatrixView() for lp in self.plan.leaves]
         # Per class the matrix in every wave, per leaf the waves of its matrices in every class.
         self.waves: dict[str, list[Matrix]] = {}

@@ -5,7 +5,8 @@ and pass ``check_vma=True``. The three gathers carry their own reverse rule: par
 forward in ``gather_dtype``, gradients travel back in ``reduce_dtype``, and each gradient arrives
 reduced at its owner. Forward-mode differentiation through them is not defined.
 
-Shape legend: ``N`` devices on the axis, ``W`` waves, ``m x n`` a stored matrix.
+Shape legend: ``N`` devices on the axis, ``W`` waves, ``dims`` the stored shape of a
+matrix or tensor.
 """
 
 from collections.abc import Sequence
@@ -65,12 +66,12 @@ def max_over(x: Any, axis: Axis) -> Any:
 def gather_waves(
     stack: jax.Array, axis: Axis, *, gather_dtype: Any, reduce_dtype: Any
 ) -> list[list[jax.Array]]:
-    """Whole matrices of a class on every device, from the local owner stack ``[1, W, m, n]``.
+    """Whole matrices of a class on every device, from the local owner stack ``[1, W, *dims]``.
 
-    Returns ``waves[w][d]``, the ``[m, n]`` matrix of slot ``(d, w)`` in ``gather_dtype``.
+    Returns ``waves[w][d]``, the matrix of slot ``(d, w)`` in ``gather_dtype``.
 
-    Collectives: forward one all-gather per wave (``N m n`` elements of ``gather_dtype``);
-    backward one reduce-scatter per wave (``N m n`` elements of ``reduce_dtype``).
+    Collectives: forward one all-gather per wave (``N prod(dims)`` elements of ``gather_dtype``);
+    backward one reduce-scatter per wave (as many of ``reduce_dtype``).
     Numerics: gradients are summed over devices in ``reduce_dtype``, then cast to the stack's dtype.
     """
     dtype = stack.dtype

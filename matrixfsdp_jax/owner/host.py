@@ -150,7 +150,7 @@ def canonical_sharding(layout: "OwnerLayout", lp: LeafPlan) -> NamedSharding:
 
 
 def _device_rows(stack: Any) -> Any:
-    """``rows[d]`` is the ``[W, m, n]`` part of device ``d``; no copy where that device has it."""
+    """``rows[d]`` is the ``[W, *dims]`` part of device ``d``; no copy where that device has it."""
     if not isinstance(stack, jax.Array) or not stack.is_fully_addressable:
         return host_value(stack)
     rows = {s.index[0].start or 0: s.data[0] for s in stack.addressable_shards}

@@ -1,6 +1,7 @@
 """Owner parameters: a plan bound to a mesh, and the moves between canonical and owner form.
 
-Shape legend: ``N`` devices on the owner axis, ``W`` waves, ``m x n`` a stored matrix.
+Shape legend: ``N`` devices on the owner axis, ``W`` waves, ``dims`` the stored shape of a matrix
+(``m x n``) or tensor.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from matrixfsdp_jax.layout import leaves as tree_leaves
 from matrixfsdp_jax.layout import picture, report
+from matrixfsdp_jax.layout.costs import Method
 from matrixfsdp_jax.layout.packing import build_leaf
 from matrixfsdp_jax.layout.planner import CAST_DTYPES, make_plan
 from matrixfsdp_jax.layout.rules import route
@@ -32,7 +34,7 @@ _WIDE_DTYPES = ("float64", "int64", "uint64", "complex128")
 class OwnerParams(NamedTuple):
     """Parameters in owner form; gradients, updates and momentum have the same structure.
 
-    stacks: class key -> owner stack ``[N, W, m, n]``, sharded ``P(owner_axis, None, None, None)``.
+    stacks: class key -> owner stack ``[N, W, *dims]``, sharded ``P(owner_axis, None, ...)``.
     rest: path -> leaf that no matrix method updates, in its own shape.
     frozen: path -> leaf that nothing updates (frozen or without a gradient). Gradients and
       updates have ``{}`` here.
@@ -96,7 +98,9 @@ class OwnerLayout:
     @cached_property
     def specs(self) -> OwnerParams:
         """``PartitionSpec`` of every owner parameter, written at full rank."""
-        stacks = {c.key: P(self.axis_entry, None, None, None) for c in self.plan.classes}
+        stacks = {
+            c.key: P(self.axis_entry, *[None] * (1 + len(c.shape))) for c in self.plan.classes
+        }
         rest, frozen = (
             {lp.leaf.path: self._leaf_spec(lp) for lp in self._outside(trainable)}
             for trainable in (True, False)
@@ -210,7 +214,7 @@ class OwnerLayout:
         """Whole canonical parameters on every device, inside ``shard_map`` over the owner axis.
 
         Args:
-          owned: local owner parameters (stacks ``[1, W, m, n]``).
+          owned: local owner parameters (stacks ``[1, W, *dims]``).
           dtype: dtype of the floating leaves; default the plan's ``gather_dtype``, else their own.
 
         Returns:
@@ -401,7 +405,7 @@ def plan(
     mesh: Mesh,
     *,
     owner_axis: str | Sequence[str] = "fsdp",
-    optimizer: str = "muon",
+    optimizer: str | Method = "muon",
     rules: Any = None,
     order: Sequence[str] | Callable[[str], Any] | None = None,
     ns_steps: int = 5,
@@ -418,8 +422,9 @@ def plan(
       mesh: from ``jax.make_mesh``; Auto and Explicit axes both work.
       owner_axis: the mesh axis (or axes) over which matrices are dealt out. Every other axis of
         the mesh must have size 1.
-      optimizer: what a slot costs in the report: ``"muon"``, ``"normuon"``, ``"adamuon"``,
-        ``"adamw"`` or ``"sgd"``.
+      optimizer: what a slot costs in the report, and which orders are stacked: ``"muon"``,
+        ``"normuon"``, ``"adamuon"``, ``"adamw"`` and ``"sgd"`` take matrices, ``"shampoo"`` and
+        ``"soap"`` tensors of order 0 to 4; or a ``layout.costs.Method``.
       rules: which leaf is a matrix and how it is read; see ``mfsdp.rules``. Default
         ``mfsdp.default_rules()``.
       order: forward order of the leaves, as a list of paths or a sort key on paths; default the
@@ -431,8 +436,9 @@ def plan(
       rest_shard_min_size: rest leaves with fewer elements stay replicated.
 
     Raises:
-      ValueError: for an unknown axis or option, an empty tree, tied weights, or a leaf that no
-        rule reads. The message names the leaf or the argument and says what to do.
+      ValueError: for an unknown axis or option, an empty tree, tied weights, a leaf that no rule
+        reads, or one of an order that the optimizer does not take. The message names the leaf or
+        the argument and says what to do.
 
     Examples:
       >>> import jax, jax.numpy as jnp, matrixfsdp_jax as mfsdp
@@ -445,7 +451,7 @@ def plan(
     num_devices = 1
     for axis in axes:
         num_devices *= mesh.shape[axis]
-    routed = route(params, rules)
+    routed = route(params, rules, optimizer=optimizer)
     _check_dtypes(leaf for leaf, _ in routed)
     bound = make_plan(
         routed,

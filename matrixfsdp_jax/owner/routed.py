@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 
+from matrixfsdp_jax.layout.costs import Method
 from matrixfsdp_jax.layout.rules import route
 from matrixfsdp_jax.layout.spec import Leaf, LeafRoute, Matrix, Plan, ShapeClass, is_inexact
 from matrixfsdp_jax.owner.canonical import is_placeholder
@@ -109,6 +110,7 @@ def route_tree(
     make_matrix: Callable[[Routes, PyTree], optax.GradientTransformation],
     rest: optax.GradientTransformation,
     rules: Any,
+    optimizer: str | Method = "muon",
 ) -> optax.GradientTransformationExtraArgs:
     """One optimizer for matrix leaves, one for the rest, none for frozen ones, on any tree."""
 
@@ -121,7 +123,11 @@ def route_tree(
             isinstance(x, optax.MaskedNode)
             for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
         )
-        routed = [] if is_placeholder(tree) else route(tree, rules, allow_unused=masked)
+        routed = (
+            []
+            if is_placeholder(tree)
+            else route(tree, rules, optimizer=optimizer, allow_unused=masked)
+        )
         labels = [r.route if is_inexact(leaf.dtype) else "frozen" for leaf, r in routed]
         routes = {leaf.path: (leaf, r) for leaf, r in routed}
         parts = {

@@ -1,6 +1,6 @@
 """The single place that lifts a transform onto devices.
 
-A *stack transform* is an optax transformation over ``{class key: [N, W, m, n]}``, written with no
+A *stack transform* is an optax transformation over ``{class key: [N, W, *dims]}``, written with no
 mesh in mind. It is given as ``make(local)``: ``local(table)`` is the part of a constant
 ``[N, W]`` table (one number per slot) that belongs to the stacks at hand.
 """

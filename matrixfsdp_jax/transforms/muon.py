@@ -243,7 +243,8 @@ def _per_slot(stacks: dict[str, Any], tables: Tables, local: Local) -> dict[str,
         if isinstance(stack, optax.MaskedNode):
             return stack
         dtype = wide(stack.dtype)
-        return stack.astype(dtype) * local(tables[key])[..., None, None].astype(dtype)
+        factor = local(tables[key]).astype(dtype)
+        return stack.astype(dtype) * jnp.expand_dims(factor, range(factor.ndim, stack.ndim))
 
     return {key: times(key, stack) for key, stack in stacks.items()}
 

@@ -74,7 +74,7 @@ class AttentionWeight:
 class HeadTables:
     """Per class and slot, for each output: which gamma (0: none) and which exponent.
 
-    Tables ``[N, W, n]``; where the outputs are the ``m`` rows, the first ``m`` entries count.
+    Tables ``[N, W, k]``, ``k`` the longer side; of the outputs' own side, the first entries count.
     """
 
     gamma: Tables

@@ -165,12 +165,15 @@ def _second_moment(
 
 
 def along_outputs(v: jax.Array, shape: tuple[int, ...], rows: jax.Array) -> jax.Array:
-    """One number per output neuron ``[..., n]`` at every entry of matrices of ``shape``.
+    """One number per output neuron ``[..., k]`` at every entry of matrices of ``shape``.
 
-    ``rows`` is ``[...]``, whether the neurons are the rows; then the first ``m`` numbers count.
+    ``k`` is the longer side, ``rows`` is ``[...]``, whether the neurons are the rows. The first
+    numbers count, as many as there are neurons.
     """
-    by_row = jnp.broadcast_to(v[..., : shape[-2], None], shape)
-    return jnp.where(rows[..., None, None], by_row, jnp.broadcast_to(v[..., None, :], shape))
+    m, n = shape[-2:]
+    by_row = jnp.broadcast_to(v[..., :m, None], shape)
+    by_col = jnp.broadcast_to(v[..., None, :n], shape)
+    return jnp.where(rows[..., None, None], by_row, by_col)
 
 
 def frobenius_norm(x: jax.Array) -> jax.Array:

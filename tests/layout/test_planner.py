@@ -74,7 +74,8 @@ def test_every_matrix_has_one_slot_of_its_own_in_forward_order(routed, num_devic
             assert wave == k // num_devices
         for each in cls.matrices:
             leaf = plan.leaves[each.leaf].leaf
-            assert (cls.m, cls.n) == tuple(sorted((each.rows, each.cols)))
+            assert cls.shape == (cls.m, cls.n) == tuple(sorted((each.rows, each.cols)))
+            assert each.transposed == (each.rows > each.cols)
             assert cls.dtype == leaf.dtype
             covered[each.leaf, each.batch] += 1
     expected = {
@@ -90,16 +91,16 @@ def test_every_matrix_has_one_slot_of_its_own_in_forward_order(routed, num_devic
 @given(models(), st.integers(1, 9))
 def test_no_device_owns_two_more_of_a_cost_than_another(routed, num_devices):
     plan = make_plan(routed, num_devices)
-    for cost in {newton_schulz_flops(c.m, c.n, 5) for c in plan.classes}:
+    for cost in {newton_schulz_flops(c.shape, 5) for c in plan.classes}:
         counts = [0] * num_devices
         for cls in plan.classes:
-            if newton_schulz_flops(cls.m, cls.n, 5) == cost:
+            if newton_schulz_flops(cls.shape, 5) == cost:
                 own = [0] * num_devices
                 for device, _ in cls.slots:
                     own[device] += 1
                 assert max(own) - min(own) <= 1
                 counts = [a + b for a, b in zip(counts, own, strict=True)]
-        if cost == max(newton_schulz_flops(c.m, c.n, 5) for c in plan.classes):
+        if cost == max(newton_schulz_flops(c.shape, 5) for c in plan.classes):
             assert max(counts) - min(counts) <= 1
 
 
@@ -360,7 +361,7 @@ def small_plan(**options):
 def test_memory_and_flops_by_hand():
     cost = costs(small_plan(ns_steps=3))
     flops = 3 * (4 * 4 * 4 * 8 + 2 * 4 * 4 * 4)
-    assert newton_schulz_flops(4, 8, 3) == flops == 1920
+    assert newton_schulz_flops((4, 8), 3) == flops == 1920
     assert (cost.flops.real, cost.flops.padded) == ((2 * flops, flops), 2 * flops)
     assert cost.matrices.real == (2, 1)
     assert cost.padding_factor == 4 / 3
@@ -438,7 +439,8 @@ def test_padding_of_an_8b_llama(num_devices, balance):
         ({"reduce_dtype": "half"}, "reduce_dtype is 'half'; it must be one of bfloat16"),
         (
             {"optimizer": "lion"},
-            "unknown optimizer 'lion': the planner knows adamuon, adamw, muon, normuon, sgd",
+            "unknown optimizer 'lion': the planner knows adamuon, adamw, muon, normuon, sgd, "
+            "shampoo, soap",
         ),
     ],
 )
