@@ -19,7 +19,7 @@ MODULES = sorted(str(p.relative_to(ROOT).with_suffix("")) for p in ROOT.rglob("*
 ALLOWED = {
     "linalg": (),
     "layout": (),
-    "transforms": ("linalg",),
+    "transforms": ("layout", "linalg"),
     "owner": ("layout",),
     "hlo": (),
     "audit": ("hlo",),
@@ -28,6 +28,7 @@ ALLOWED = {
     "guards": ("owner", "transforms"),
     "interop": ("layout", "owner", "transforms"),
     "presets": ("optimizers",),
+    "second_order": ("layout", "owner", "transforms"),
     "training": ("owner",),
     "__init__": (
         "attention",
@@ -40,10 +41,20 @@ ALLOWED = {
         "presets",
         "training",
         "transforms",
+        "linalg",
+        "second_order",
     ),
 }
 
-WITHOUT_JAX = ("layout/spec", "layout/planner", "layout/costs", "layout/report", "layout/picture")
+WITHOUT_JAX = (
+    "layout/blocks",
+    "layout/phases",
+    "layout/spec",
+    "layout/planner",
+    "layout/costs",
+    "layout/report",
+    "layout/picture",
+)
 
 COLLECTIVES = {
     "all_gather",

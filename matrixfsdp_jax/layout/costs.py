@@ -11,6 +11,7 @@ from math import prod
 from typing import Literal
 
 from matrixfsdp_jax.layout.blocks import block_kinds, merge_dims
+from matrixfsdp_jax.layout.phases import Units
 from matrixfsdp_jax.layout.spec import LeafPlan, Plan, ShapeClass, TensorView, View, dtype_bytes
 
 CollectiveKind = Literal["all-gather", "reduce-scatter", "all-reduce"]
@@ -29,6 +30,9 @@ class Method:
       rest_copies: state arrays of a rest leaf, each of the leaf's shape and dtype.
       orders: the orders that it takes: 2 is matrices, any other is tensors.
       oriented: whether tall matrices are stored transposed, so that ``m <= n`` always.
+      refresh_units: ``dims`` -> the blocks of one matrix that are decomposed now and then, as
+        ``(blocks, cost of one)`` per shape of a block, the cost being the sum of ``k^3``.
+      refresh_frequency: steps between two decompositions of a block.
     """
 
     name: str
@@ -37,6 +41,8 @@ class Method:
     rest_copies: int
     orders: tuple[int, ...] = (2,)
     oriented: bool = True
+    refresh_units: Callable[[Dims], Units] = field(default=lambda dims: (), repr=False)
+    refresh_frequency: int = 1
 
     def refusal(self, view: View, shape: Dims) -> str | None:
         """Why it cannot take a leaf of ``shape`` read by ``view`` and what to do, or None."""
@@ -103,7 +109,19 @@ def shampoo_method(
         factors = sum(count * sum(k**2 for k in block) for block, count in blocks(dims))
         return moments * prod(dims) + 2 * factors
 
-    return Method(name, flops, state, rest_copies=2, orders=(0, 1, 2, 3, 4), oriented=False)
+    def units(dims: Dims) -> Units:
+        return tuple((count, float(sum(k**3 for k in block))) for block, count in blocks(dims))
+
+    return Method(
+        name,
+        flops,
+        state,
+        rest_copies=2,
+        orders=(0, 1, 2, 3, 4),
+        oriented=False,
+        refresh_units=units,
+        refresh_frequency=precondition_frequency,
+    )
 
 
 # One record per optimizer; elementwise FLOPs are counted from the formulas, 16 per element for

@@ -5,11 +5,12 @@ Shape legend: ``N`` devices on the owner axis, ``W`` waves.
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from matrixfsdp_jax.layout.costs import Method, method
 from matrixfsdp_jax.layout.leaves import natural_key
+from matrixfsdp_jax.layout.phases import phase_work, refresh_phases
 from matrixfsdp_jax.layout.spec import (
     Leaf,
     LeafPlan,
@@ -18,6 +19,7 @@ from matrixfsdp_jax.layout.spec import (
     Plan,
     ShapeClass,
     View,
+    class_key,
     is_inexact,
 )
 
@@ -43,7 +45,9 @@ def make_plan(
     transposed where the optimizer is ``oriented``. In forward order, matrix k of a class
     goes to device ``k % N`` in wave ``k // N``, so that neighbouring layers share a wave. A last
     wave that is not full goes to the devices with the least work so far, the costliest classes
-    first; in every class a device thus owns at most one matrix more than another.
+    first; in every class a device thus owns at most one matrix more than another. For an optimizer
+    whose refreshes are staggered, the matrices of a wave are dealt so that each device has about
+    the same work in every step.
 
     The forward order is that of the leaves' paths, numbers compared as numbers, then of batch
     index, then of split block. Leaves that are stacked together (all leaves under
@@ -83,10 +87,11 @@ def make_plan(
     flops = {shape: record.matrix_flops(shape, ns_steps) for shape, _ in members}
 
     loads = [0] * num_devices
+    spread = _Spread(members, record, num_devices)
     classes = []
     for shape, dtype in sorted(members, key=lambda c: (-flops[c[0]], c)):
         matrices = tuple(members[shape, dtype])
-        slots = _deal(len(matrices), loads)
+        slots = spread.within_waves(shape, matrices, _deal(len(matrices), loads))
         for device, _ in slots:
             loads[device] += flops[shape]
         waves = -(-len(matrices) // num_devices)
@@ -177,6 +182,54 @@ def _deal(count: int, loads: Sequence[int]) -> tuple[tuple[int, int], ...]:
     full = [(device, wave) for wave in range(waves) for device in range(num_devices)]
     lightest = sorted(range(num_devices), key=lambda device: (loads[device], device))
     return tuple(full + [(device, waves) for device in lightest[:left]])
+
+
+class _Spread:
+    """Deals the matrices of a wave so that the refreshes of a device fall in different steps."""
+
+    def __init__(
+        self,
+        members: Mapping[tuple[tuple[int, ...], str], Sequence[Matrix]],
+        record: Method,
+        num_devices: int,
+    ) -> None:
+        self._frequency = record.refresh_frequency
+        self._units = {shape: record.refresh_units(shape) for shape, _ in members}
+        self._work = [[0.0] * self._frequency for _ in range(num_devices)]
+        keys = {item: class_key(*item) for item in members}
+        self._phases = refresh_phases(
+            {keys[item]: [m.name for m in own] for item, own in members.items()},
+            {keys[item]: self._units[item[0]] for item in members},
+            self._frequency,
+        )
+
+    def within_waves(
+        self,
+        shape: tuple[int, ...],
+        matrices: Sequence[Matrix],
+        slots: tuple[tuple[int, int], ...],
+    ) -> tuple[tuple[int, int], ...]:
+        """``slots`` with the devices of each wave in another order."""
+        units = self._units[shape]
+        if self._frequency == 1 or not units:
+            return slots
+        new = []
+        for wave, own in itertools.groupby(zip(slots, matrices, strict=True), lambda x: x[0][1]):
+            members = list(own)
+            free = [device for (device, _), _ in members]
+            for _, matrix in members:
+                work = phase_work(self._phases[matrix.name], units, self._frequency)
+                device = min(free, key=lambda d: self._busiest(d, work))
+                free.remove(device)
+                self._work[device] = [a + b for a, b in zip(self._work[device], work, strict=True)]
+                new.append((device, wave))
+        return tuple(new)
+
+    def _busiest(self, device: int, work: Sequence[float]) -> tuple[float, float, int]:
+        """The work of the busiest step that this matrix falls in, then of all, then the device."""
+        own = self._work[device]
+        busiest = max((a + b for a, b in zip(own, work, strict=True) if b), default=0.0)
+        return busiest, sum(own), device
 
 
 def _forward(

@@ -169,7 +169,7 @@ class ShapeClass:
     @property
     def key(self) -> str:
         """Name of the class and of its stack: ``"256x1024:float32"``, ``"scalar:float32"``."""
-        return f"{'x'.join(map(str, self.shape)) or 'scalar'}:{self.dtype}"
+        return class_key(self.shape, self.dtype)
 
     @property
     def m(self) -> int:
@@ -242,6 +242,11 @@ def _pair(shape: tuple[int, ...]) -> tuple[int, int]:
     """Both sides of a matrix; an error for any other order."""
     rows, cols = shape
     return rows, cols
+
+
+def class_key(shape: tuple[int, ...], dtype: str) -> str:
+    """Name of the class of a stored shape: ``"256x1024:float32"``, ``"scalar:float32"``."""
+    return f"{'x'.join(map(str, shape)) or 'scalar'}:{dtype}"
 
 
 def is_inexact(dtype: str) -> bool:

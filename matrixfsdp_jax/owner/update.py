@@ -57,7 +57,8 @@ def on_owners(
 
     def init(stacks: PyTree) -> PyTree:
         stacks = placed(stacks)
-        specs = layout.tree_specs(jax.eval_shape(build(arrays).init, stacks))
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), stacks)
+        specs = layout.tree_specs(jax.eval_shape(build(arrays).init, shapes))
         lifted = lift(lambda s, a: build(a).init(s), (layout.specs.stacks, P()), specs)
         return lifted(stacks, arrays)
 

@@ -175,7 +175,7 @@ def scale_stacks(factors: Tables, local: Local) -> optax.GradientTransformation:
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         del params
-        return _per_slot(updates, factors, local), state
+        return per_slot(updates, factors, local), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
@@ -230,13 +230,13 @@ def decay_stacks(
     plain = decay(weight_decay, cautious=cautious)
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
-        scaled = params if params is None else _per_slot(params, factors, local)
+        scaled = params if params is None else per_slot(params, factors, local)
         return plain.update(updates, state, scaled)
 
     return optax.GradientTransformation(plain.init, update)
 
 
-def _per_slot(stacks: dict[str, Any], tables: Tables, local: Local) -> dict[str, Any]:
+def per_slot(stacks: dict[str, Any], tables: Tables, local: Local) -> dict[str, Any]:
     """Every matrix times the number of its slot, in float32 or wider."""
 
     def times(key: str, stack: Any) -> Any:

@@ -1,0 +1,318 @@
+"""Preconditioners with one factor per dim: Shampoo and SOAP.
+
+Each is a record of options with the methods that ``transforms/preconditioners.py`` describes.
+
+Shape legend: ``...`` devices and waves, ``B`` blocks, ``k`` a preconditioned dim of a block.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from matrixfsdp_jax.linalg.eigenbasis import EighBasis, QRBasis, eigenbasis
+from matrixfsdp_jax.linalg.roots import (
+    CoupledHigherOrderRoot,
+    CoupledNewtonRoot,
+    EighRoot,
+    eigenvalue_powers,
+    inverse_root,
+)
+from matrixfsdp_jax.transforms.muon import wide
+from matrixfsdp_jax.transforms.preconditioners import Context, correction, weight
+
+PyTree = Any
+Exponents = Mapping[int, float | Mapping[int, float]]
+
+
+@dataclass(frozen=True)
+class _Kronecker:
+    """What all kinds with one factor per dim share; see the kinds."""
+
+    factor_dtype: Any = None
+    inverse_exponent_override: Exponents = field(default_factory=dict)
+    drop_weighting_factor_on_gsquare: bool = False
+    trace_scaling_exponent: float | None = None
+    num_tolerated_failures: int = 3
+
+    refreshes = True
+
+    def dims(self, order: int) -> tuple[int, ...]:
+        """The dims of a block of ``order`` that have a factor."""
+        return tuple(d for d in range(order) if self.exponent(order, d) != 0)
+
+    def exponent(self, order: int, dim: int) -> float:
+        """The inverse exponent of a dim."""
+        default = 1 / (2 * max(order, 1))
+        given = self.inverse_exponent_override.get(order, default)
+        return given.get(dim, default) if isinstance(given, Mapping) else given
+
+    @property
+    def rank_deficiency(self) -> Any:
+        """The rule for null spaces of the solver."""
+        solver = getattr(self, "root", None) or getattr(self, "basis", None)
+        return getattr(solver, "rank_deficiency", None)
+
+    def finish(self, state: PyTree, g: jax.Array, ctx: Context) -> PyTree:
+        return state
+
+    def _dtype(self, dtype: Any) -> Any:
+        return wide(dtype) if self.factor_dtype is None else jnp.dtype(self.factor_dtype)
+
+    def _per_dim(
+        self, zeros: jax.Array, order: int, base: Callable[[int, Any], jax.Array]
+    ) -> tuple[jax.Array, ...]:
+        """``base(k, dtype)`` for every block and each preconditioned dim of size ``k``.
+
+        Added to zeros of the blocks: inside ``shard_map`` it then varies over devices as they do.
+        """
+        first = zeros.ndim - order
+        dtype = self._dtype(zeros.dtype)
+        lead = zeros.reshape(*zeros.shape[:first], -1)[..., 0].astype(dtype)
+        out = []
+        for dim in self.dims(order):
+            one = base(zeros.shape[first + dim], dtype)
+            out.append(jnp.expand_dims(lead, range(first, first + one.ndim)) + one)
+        return tuple(out)
+
+    def _zeros(self, zeros: jax.Array, order: int) -> tuple[jax.Array, ...]:
+        return self._per_dim(zeros, order, lambda k, dtype: jnp.zeros((k, k), dtype))
+
+    def _identities(self, zeros: jax.Array, order: int) -> tuple[jax.Array, ...]:
+        return self._per_dim(zeros, order, lambda k, dtype: jnp.eye(k, dtype=dtype))
+
+    def _accumulated(
+        self, factors: tuple[jax.Array, ...], gs: list[jax.Array], ctx: Context
+    ) -> tuple[jax.Array, ...]:
+        """``gs``: what is contracted, for each dim that has a factor."""
+        w = weight(ctx.beta2, self.drop_weighting_factor_on_gsquare)
+        new = []
+        for factor, g, dim in zip(factors, gs, self.dims(ctx.order), strict=True):
+            old = factor if ctx.beta2 == 1 else ctx.beta2 * factor
+            new.append(old + w * contract(g.astype(factor.dtype), ctx.order, dim))
+        return tuple(new)
+
+    def _correction(self, ctx: Context, dtype: Any) -> jax.Array | float:
+        corrected = ctx.bias_correction and not self.drop_weighting_factor_on_gsquare
+        return correction(ctx.step, ctx.beta2, corrected, dtype)
+
+    def _normalized(self, factor: jax.Array, ctx: Context) -> jax.Array:
+        """The factor of one unit as it is decomposed."""
+        a = factor / self._correction(ctx, factor.dtype)
+        if self.trace_scaling_exponent is not None:
+            a = a * jnp.maximum(jnp.trace(a), ctx.epsilon) ** -self.trace_scaling_exponent
+        return a
+
+
+@dataclass(frozen=True)
+class _Roots(_Kronecker):
+    """Kinds that multiply by a root of every factor.
+
+    ``kl``: the KL update: for the statistic of a dim the gradient is first multiplied by the
+    current roots of all other dims.
+    """
+
+    kl: bool = False
+
+    def accumulate(self, state: Any, g: jax.Array, ctx: Context) -> Any:
+        dims = self.dims(ctx.order)
+        gs = [g for _ in dims]
+        if self.kl:
+            roots = self._current_roots(state, ctx)
+            gs = [
+                multiply(g, [r for r, d in zip(roots, dims, strict=True) if d != dim],
+                         [d for d in dims if d != dim], ctx.order)
+                for dim in dims
+            ]  # fmt: skip
+        return state._replace(factors=self._accumulated(state.factors, gs, ctx))
+
+    def direction(self, state: Any, m: jax.Array, ctx: Context) -> jax.Array:
+        return multiply(m, self._current_roots(state, ctx), self.dims(ctx.order), ctx.order)
+
+    def _current_roots(self, state: Any, ctx: Context) -> tuple[jax.Array, ...]:
+        raise NotImplementedError
+
+
+class RootInverseState(NamedTuple):
+    """factors, roots: one ``[..., B, k, k]`` per preconditioned dim."""
+
+    factors: tuple[jax.Array, ...]
+    roots: tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True)
+class RootInverse(_Roots):
+    """Shampoo: the inverse root of every factor is kept."""
+
+    root: EighRoot | CoupledNewtonRoot | CoupledHigherOrderRoot = field(default_factory=EighRoot)
+
+    def init(self, zeros: jax.Array, order: int) -> RootInverseState:
+        return RootInverseState(self._zeros(zeros, order), self._identities(zeros, order))
+
+    def refresh(self, unit: RootInverseState, ctx: Context) -> tuple[Any, jax.Array, jax.Array]:
+        roots, oks, finites = [], [], []
+        for factor, old, dim in zip(unit.factors, unit.roots, self.dims(ctx.order), strict=True):
+            a = self._normalized(factor, ctx)
+            new, ok = inverse_root(a, self.exponent(ctx.order, dim), ctx.epsilon, self.root)
+            finites.append(jnp.all(jnp.isfinite(a)))
+            oks.append(ok)
+            roots.append(jnp.where(ok, new, old))
+        return unit._replace(roots=tuple(roots)), all_true(oks), all_true(finites)
+
+    def _current_roots(self, state: RootInverseState, ctx: Context) -> tuple[jax.Array, ...]:
+        return state.roots
+
+
+class EigendecomposedState(NamedTuple):
+    """factors, vectors: one ``[..., B, k, k]`` per preconditioned dim; values: ``[..., B, k]``."""
+
+    factors: tuple[jax.Array, ...]
+    vectors: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True)
+class Eigendecomposed(_Roots):
+    """Shampoo: eigenvectors and eigenvalues are kept, and the root is formed in every step."""
+
+    basis: EighBasis | QRBasis = field(default_factory=EighBasis)
+
+    def init(self, zeros: jax.Array, order: int) -> EigendecomposedState:
+        """No statistics, identities for eigenvectors, ones for eigenvalues."""
+        values = self._per_dim(zeros, order, lambda k, dtype: jnp.ones(k, dtype))
+        return EigendecomposedState(
+            self._zeros(zeros, order), self._identities(zeros, order), values
+        )
+
+    def refresh(self, unit: EigendecomposedState, ctx: Context) -> tuple[Any, jax.Array, jax.Array]:
+        vectors, values, oks, finites = [], [], [], []
+        for factor, old, old_values in zip(unit.factors, unit.vectors, unit.values, strict=True):
+            a = self._normalized(factor, ctx)
+            new_values, new, ok = eigenbasis(a, old, ctx.epsilon, self.basis)
+            finites.append(jnp.all(jnp.isfinite(a)))
+            oks.append(ok)
+            vectors.append(jnp.where(ok, new, old))
+            values.append(jnp.where(ok, new_values, old_values))
+        new_unit = unit._replace(vectors=tuple(vectors), values=tuple(values))
+        return new_unit, all_true(oks), all_true(finites)
+
+    def _current_roots(self, state: EigendecomposedState, ctx: Context) -> tuple[jax.Array, ...]:
+        roots = []
+        dims = self.dims(ctx.order)
+        for q, values, dim in zip(state.vectors, state.values, dims, strict=True):
+            powers = eigenvalue_powers(
+                values, self.exponent(ctx.order, dim), ctx.epsilon, self.basis.rank_deficiency
+            )
+            roots.append(_matmul(q * powers[..., None, :], jnp.swapaxes(q, -1, -2)))
+        return tuple(roots)
+
+
+class EigenvalueCorrectedState(NamedTuple):
+    """factors, vectors: one ``[..., B, k, k]`` a dim; moment: ``[..., B, *shape]``."""
+
+    factors: tuple[jax.Array, ...]
+    vectors: tuple[jax.Array, ...]
+    moment: jax.Array
+
+
+@dataclass(frozen=True)
+class EigenvalueCorrected(_Kronecker):
+    """SOAP: a second moment of the gradient in the eigenbasis of the factors.
+
+    ``ignored_basis_change_dims``: order of a block -> dims that keep the identity basis.
+    ``inverse_exponent_override``: order -> exponent of the second moment, 1/2 by default.
+    """
+
+    basis: EighBasis | QRBasis = field(default_factory=EighBasis)
+    ignored_basis_change_dims: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def dims(self, order: int) -> tuple[int, ...]:
+        ignored = self.ignored_basis_change_dims.get(order, ())
+        return tuple(d for d in range(order) if d not in ignored)
+
+    def exponent(self, order: int, dim: int = 0) -> float:
+        given = self.inverse_exponent_override.get(order, 0.5)
+        if isinstance(given, Mapping) or given <= 0:
+            raise ValueError(
+                f"inverse_exponent_override[{order}]={given!r}: SOAP takes one exponent > 0 per "
+                "order; leave dims out of the basis with ignored_basis_change_dims"
+            )
+        return given
+
+    def init(self, zeros: jax.Array, order: int) -> EigenvalueCorrectedState:
+        self.exponent(order)
+        return EigenvalueCorrectedState(
+            self._zeros(zeros, order),
+            self._identities(zeros, order),
+            zeros.astype(self._dtype(zeros.dtype)),
+        )
+
+    def accumulate(self, state: EigenvalueCorrectedState, g: jax.Array, ctx: Context) -> Any:
+        gs = [g for _ in state.factors]
+        return state._replace(factors=self._accumulated(state.factors, gs, ctx))
+
+    def refresh(
+        self, unit: EigenvalueCorrectedState, ctx: Context
+    ) -> tuple[Any, jax.Array, jax.Array]:
+        vectors, oks, finites = [], [], []
+        for factor, old in zip(unit.factors, unit.vectors, strict=True):
+            a = self._normalized(factor, ctx)
+            _, new, ok = eigenbasis(a, old, ctx.epsilon, self.basis)
+            finites.append(jnp.all(jnp.isfinite(a)))
+            oks.append(ok)
+            vectors.append(jnp.where(ok, new, old))
+        return unit._replace(vectors=tuple(vectors)), all_true(oks), all_true(finites)
+
+    def finish(self, state: EigenvalueCorrectedState, g: jax.Array, ctx: Context) -> Any:
+        rotated = self._rotated(state, g, ctx)
+        w = weight(ctx.beta2, self.drop_weighting_factor_on_gsquare)
+        old = state.moment if ctx.beta2 == 1 else ctx.beta2 * state.moment
+        return state._replace(moment=old + w * rotated * rotated)
+
+    def direction(self, state: EigenvalueCorrectedState, m: jax.Array, ctx: Context) -> jax.Array:
+        moment = state.moment / self._correction(ctx, state.moment.dtype)
+        root = moment ** self.exponent(ctx.order) + ctx.epsilon
+        back = tuple(jnp.swapaxes(q, -1, -2) for q in state.vectors)
+        scaled = self._rotated(state, m, ctx) / root
+        return multiply(scaled, back, self.dims(ctx.order), ctx.order).astype(m.dtype)
+
+    def _rotated(self, state: EigenvalueCorrectedState, x: jax.Array, ctx: Context) -> jax.Array:
+        x = x.astype(state.moment.dtype)
+        return multiply(x, state.vectors, self.dims(ctx.order), ctx.order)
+
+
+# ---- products ----------------------------------------------------------------------------------
+
+
+def contract(g: jax.Array, order: int, dim: int) -> jax.Array:
+    """``[..., k, k]``: the product of ``g`` with itself over all its dims but ``dim``."""
+    first = g.ndim - order
+    rows = jnp.moveaxis(g, first + dim, first)
+    rows = rows.reshape(*rows.shape[: first + 1], -1)
+    return _matmul(rows, jnp.swapaxes(rows, -1, -2))
+
+
+def multiply(x: jax.Array, factors: Any, dims: Any, order: int) -> jax.Array:
+    """``x`` times ``factors[i]`` along ``dims[i]``, in the dtype of the factors, cast back.
+
+    Contracts the first index of each ``[..., k, k]``.
+    """
+    dtype = x.dtype
+    for factor, dim in zip(factors, dims, strict=True):
+        first = x.ndim - order
+        y = jnp.moveaxis(x.astype(factor.dtype), first + dim, -1)
+        flat = y.reshape(*y.shape[:first], -1, y.shape[-1])
+        y = _matmul(flat, factor).reshape(y.shape)
+        x = jnp.moveaxis(y, -1, first + dim)
+    return x.astype(dtype)
+
+
+def all_true(flags: list[jax.Array]) -> jax.Array:
+    """One bool; true for no flags."""
+    return jnp.all(jnp.stack(flags)) if flags else jnp.asarray(True)
+
+
+def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)

@@ -1,0 +1,153 @@
+"""When which unit is decomposed again: static tables on the host, one dynamic loop per group.
+
+A unit is one block of one slot. Shape legend: ``N`` devices, ``W`` waves, ``B`` blocks of a slot,
+``U = W B`` units of a device in a group, ``F`` phases.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from matrixfsdp_jax.transforms.muon import Local
+
+PyTree = Any
+FirstRefresh = Literal["all", "spread"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Refresh at which steps.
+
+    frequency: steps between two refreshes of a unit. start: the first step with a refresh.
+    stagger: in each step refresh about 1/frequency of the units, instead of all in one.
+    first: under ``stagger``, refresh all units at ``start``, or each at its own turn.
+    """
+
+    frequency: int
+    start: int
+    stagger: bool
+    first: FirstRefresh
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        for name, value in (
+            ("precondition_frequency", self.frequency),
+            ("start_preconditioning_step", self.start),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be an int >= 1")
+        if self.first not in get_args(FirstRefresh):
+            raise ValueError(
+                f"first_refresh={self.first!r} must be one of {get_args(FirstRefresh)}"
+            )
+
+    @property
+    def num_phases(self) -> int:
+        """``F``."""
+        return self.frequency if self.stagger else 1
+
+    def due(self, step: jax.Array, offsets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The range ``[low, high)`` of the units due, by ``offsets`` ``[F + 1]`` of the phases."""
+        turn = step % self.frequency
+        if self.stagger:
+            everything = (step == self.start) & (self.first == "all")
+            low, high = offsets[turn], offsets[turn + 1]
+        else:
+            everything = (step == self.start) | (turn == 0)
+            low = high = offsets[0]
+        low = jnp.where(everything, offsets[0], low)
+        high = jnp.where(everything, offsets[-1], high)
+        return low, jnp.where(step >= self.start, high, low)
+
+
+@dataclass(frozen=True)
+class UnitTables:
+    """Of one group: ``units`` ``[N, U]`` by phase, pads last; ``offsets`` ``[N, F + 1]``."""
+
+    units: np.ndarray
+    offsets: np.ndarray
+
+
+def unit_table(phases: np.ndarray, num_phases: int) -> UnitTables:
+    """The table of a group from the phase of every block ``[N, W, B]``; ``F`` or more in pads."""
+    flat = phases.reshape(phases.shape[0], -1)
+    offsets = [[np.sum(row < f) for f in range(num_phases + 1)] for row in flat]
+    order = np.argsort(flat, axis=1, kind="stable")
+    return UnitTables(order.astype(np.int32), np.array(offsets, np.int32))
+
+
+def refresh_units(
+    refresh: Callable[[PyTree], tuple[PyTree, jax.Array, jax.Array]],
+    state: PyTree,
+    failures: jax.Array,
+    nonfinite: jax.Array,
+    tables: UnitTables,
+    schedule: Schedule,
+    step: jax.Array,
+    local: Local,
+) -> tuple[PyTree, jax.Array, jax.Array]:
+    """Refresh the units that are due, one after the other.
+
+    Args:
+      refresh: one unit of the state to ``(new, ok, finite)``.
+      state: a NamedTuple of arrays (or tuples of them) ``[1, W, B, ...]``.
+      failures: ``[1, W, B]``, consecutive refreshes that failed.
+      nonfinite: ``[1, W, B]``, refreshes so far of a factor that was not finite.
+      tables: which units, in what order.
+      schedule: when.
+      step: number of this update, from 1.
+      local: the part of a table that belongs to the stacks at hand.
+    """
+    lead = failures.shape
+
+    def flat(x: jax.Array) -> jax.Array:
+        return x.reshape(-1, *x.shape[len(lead) :])
+
+    units, offsets = local(tables.units)[0], local(tables.offsets)[0]
+    old = jax.tree.map(flat, state)
+    low, high = schedule.due(step, offsets)
+    # Only what a refresh replaces is carried; a probe tells which.
+    leaves, treedef = jax.tree.flatten(old)
+    kept = _untouched(refresh, old)
+
+    def body(i: jax.Array, carry: Any) -> Any:
+        changed, failures, nonfinite = carry
+        unit = units[i]
+        whole = _merged(changed, leaves, kept)
+        one = jax.tree.unflatten(treedef, [x[unit] for x in whole])
+        new, ok, finite = refresh(one)
+        new_leaves = [x for x, keep in zip(jax.tree.leaves(new), kept, strict=True) if not keep]
+        changed = [x.at[unit].set(y) for x, y in zip(changed, new_leaves, strict=True)]
+        failures = failures.at[unit].set(jnp.where(ok, 0, failures[unit] + 1))
+        nonfinite = nonfinite.at[unit].add(jnp.where(finite, 0, 1))
+        return changed, failures, nonfinite
+
+    changed = [x for x, keep in zip(leaves, kept, strict=True) if not keep]
+    carry = (changed, flat(failures), flat(nonfinite))
+    changed, failures, nonfinite = jax.lax.fori_loop(low, high, body, carry)
+    new = jax.tree.unflatten(treedef, _merged(changed, leaves, kept))
+    new = jax.tree.map(lambda x, like: x.reshape(like.shape), new, state)
+    return new, failures.reshape(lead), nonfinite.reshape(lead)
+
+
+def _untouched(refresh: Callable[[PyTree], Any], state: PyTree) -> list[bool]:
+    """Which leaves a refresh hands on as they are."""
+    seen: list[bool] = []
+
+    def probe(state: PyTree) -> None:
+        unit = jax.tree.map(lambda x: x[0], state)
+        new = refresh(unit)[0]
+        pairs = zip(jax.tree.leaves(new), jax.tree.leaves(unit), strict=True)
+        seen.extend(a is b for a, b in pairs)
+
+    jax.eval_shape(probe, state)
+    return seen
+
+
+def _merged(changed: list[Any], leaves: list[Any], kept: list[bool]) -> list[Any]:
+    new = iter(changed)
+    return [x if keep else next(new) for x, keep in zip(leaves, kept, strict=True)]
