@@ -32,7 +32,7 @@ from matrixfsdp_jax.second_order import (
     shampoo,
     soap,
 )
-from matrixfsdp_jax.training import TrainStep, eval_step, train_step
+from matrixfsdp_jax.training import PreconditionerError, TrainStep, eval_step, train_step
 from matrixfsdp_jax.transforms import variants
 from matrixfsdp_jax.transforms.averaging import (
     ClassicMomentum,
@@ -75,6 +75,7 @@ __all__ = [
     "OwnerLayout",
     "OwnerParams",
     "Perturbation",
+    "PreconditionerError",
     "PseudoInverse",
     "QRBasis",
     "RMSpropGrafting",

@@ -14,6 +14,11 @@ from matrixfsdp_jax.layout.phases import refresh_phases
 from matrixfsdp_jax.layout.spec import Plan
 from matrixfsdp_jax.owner.canonical import on_canonical
 from matrixfsdp_jax.owner.params import OwnerLayout, OwnerParams
+from matrixfsdp_jax.owner.present import (
+    on_present_leaves,
+    on_present_stacks,
+    present_tables,
+)
 from matrixfsdp_jax.owner.routed import (
     Routes,
     decay_tables,
@@ -126,7 +131,10 @@ def shampoo(
 
     Returns:
       An optax transformation. A decomposition that fails keeps the last good root and counts in
-      ``ShampooState.failures``; a factor that is not finite counts in ``nonfinite``.
+      ``ShampooState.failures``; a factor that is not finite counts in ``nonfinite``;
+      ``mfsdp.train_step`` raises on them. ``update`` takes the extra argument ``present``, a tree
+      (or prefix) of bools in the user's structure: a preconditioned leaf where it is false has no
+      gradient in this step, which is not a zero one: it keeps value and state.
 
     Collectives: none, beyond those of ``rest``.
     Numerics: factors, roots and averages in float32 or wider (``factor_dtype`` of the
@@ -501,7 +509,8 @@ class _Core:
 
             def on_tree(routes: Routes, tree: PyTree) -> optax.GradientTransformation:
                 # A function sees the whole tree here; optax would hide the rest from it.
-                return self.on_tree(routes, mask_of(tree, mask))
+                own = self.on_tree(routes, mask_of(tree, mask))
+                return on_present_leaves(own, tree)
 
             return route_tree(on_tree, rest, rules, "shampoo")
         refuse_rules(rules)
@@ -509,10 +518,20 @@ class _Core:
         kept = decay_tables(layout, mask, lambda matrix: 1.0)
 
         def stacks(local: Local, **numbers: Any) -> optax.GradientTransformation:
-            return replace(self, **numbers).on_stacks(layout.plan, kept, local)
+            own = replace(self, **numbers).on_stacks(layout.plan, kept, local)
+            return on_present_stacks(own, local)
 
         numbers = {"learning_rate": self.learning_rate, "weight_decay": self.weight_decay}
-        return route_owned(on_owners(stacks, layout, **numbers), rest, layout)
+        tx = on_owners(stacks, layout, **numbers)
+
+        def update(
+            updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+        ) -> tuple[PyTree, PyTree]:
+            if extra.get("present") is not None:
+                extra["present"] = present_tables(layout, extra["present"])
+            return tx.update(updates, state, params, **extra)
+
+        return route_owned(optax.GradientTransformationExtraArgs(tx.init, update), rest, layout)
 
     def on_stacks(
         self, plan: Plan, kept: dict[str, np.ndarray], local: Local
@@ -545,7 +564,7 @@ class _Core:
         """The parts of a step in their order; ``decayed`` adds decay, ``shrunk`` applies it."""
         coupled = self.weight_decay_type == "l2"
         amount = self._decay()
-        none = isinstance(amount, Real) and amount == 0
+        none = isinstance(self.weight_decay, Real) and self.weight_decay == 0
         steps = [precondition]
         if coupled and not none:
             steps = [decayed(amount), precondition]

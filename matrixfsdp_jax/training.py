@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from matrixfsdp_jax.owner import collectives, gradients
 from matrixfsdp_jax.owner.params import OwnerLayout, OwnerParams
 from matrixfsdp_jax.owner.update import global_norm
+from matrixfsdp_jax.transforms.shampoo import ShampooState
 
 PyTree = Any
 
@@ -42,11 +43,17 @@ class TrainStep:
     """
 
     def __init__(
-        self, jitted: Any, prepare: Callable[..., tuple[Any, ...]], layout: OwnerLayout
+        self,
+        jitted: Any,
+        prepare: Callable[..., tuple[Any, ...]],
+        layout: OwnerLayout,
+        tolerated_failures: int,
     ) -> None:
         self._jitted = jitted
         self._prepare = prepare
         self._layout = layout
+        self._tolerated = tolerated_failures
+        self._unread: list[dict[str, jax.Array]] = []
 
     def __call__(
         self,
@@ -59,7 +66,25 @@ class TrainStep:
     ) -> tuple[Any, ...]:
         """Make one step; ``owned``, ``state`` and ``model_state`` are used up if donated."""
         out = self._jitted(*self._prepare(owned, state, batch, key, model_state))
-        return _settled(out, self._layout)
+        out = _settled(out, self._layout)
+        self._raise_failures(out)
+        return out
+
+    def _raise_failures(self, out: tuple[Any, ...]) -> None:
+        """Read the failure counters of this step and of earlier ones as far as they are there.
+
+        Nothing waits for a device, so on an accelerator the error comes a few steps late.
+        """
+        if "preconditioner" in out[-1]:
+            self._unread.append(out[-1]["preconditioner"])
+        while self._unread and all(
+            x.is_ready()  # type: ignore[attr-defined]  # jax.Array has it since 0.4
+            for x in self._unread[0].values()
+        ):
+            counters = {name: int(x) for name, x in self._unread.pop(0).items()}
+            if counters["nonfinite"] or counters["failures"] > self._tolerated:
+                self._unread.clear()
+                raise PreconditionerError(counters, self._tolerated, out)
 
     def lower(
         self,
@@ -74,6 +99,27 @@ class TrainStep:
         return self._jitted.lower(*self._prepare(owned, state, batch, key, model_state))
 
 
+class PreconditionerError(RuntimeError):
+    """A factor of Shampoo or SOAP was not finite, or its decomposition failed too often.
+
+    Attributes:
+      counters: ``failures``, the most refreshes of one block that failed in a row, and
+        ``nonfinite``, how many met a factor with an infinity or a NaN.
+      outputs: what the step returned, for its arguments may have been donated. Blocks that failed
+        went on with their last good root.
+    """
+
+    def __init__(self, counters: dict[str, int], tolerated: int, outputs: tuple[Any, ...]) -> None:
+        super().__init__(
+            f"a preconditioner could not be refreshed: {counters['nonfinite']} factors were not "
+            f"finite, a decomposition failed {counters['failures']} times in a row "
+            f"(tolerated_failures={tolerated}). Skip bad gradients (mfsdp.skip_nonfinite), raise "
+            "epsilon, or set tolerated_failures; the step's results are in error.outputs"
+        )
+        self.counters = counters
+        self.outputs = outputs
+
+
 def train_step(
     loss_fn: Callable[..., Any],
     tx: optax.GradientTransformation,
@@ -84,6 +130,7 @@ def train_step(
     extra_args: Callable[[PyTree], Mapping[str, Any]] | None = None,
     accumulate: int = 1,
     model_state_reduction: Any = None,
+    tolerated_failures: int = 3,
     donate: bool = True,
 ) -> TrainStep:
     """One jitted, donated training step on owner params.
@@ -108,11 +155,13 @@ def train_step(
       model_state_reduction: ``"mean"``, ``"sum"`` or ``"max"`` over devices for state that the
         forward pass changes (batch norm), or a tree (prefix) of them. Each device carries its own
         through its micro-batches; the reduction makes them one again.
+      tolerated_failures: for Shampoo and SOAP: how many refreshes of one block may fail in a row.
       donate: give the buffers of ``owned``, ``state`` and ``model_state`` to the outputs.
 
     Returns:
       A ``TrainStep``. ``metrics`` holds float32 scalars ``loss`` (mean over the global batch),
-      ``grad_norm`` and ``update_norm`` (over all devices), and ``aux``.
+      ``grad_norm`` and ``update_norm`` (over all devices), and ``aux``; for Shampoo and SOAP
+      ``preconditioner``, the counters of ``PreconditionerError``.
       The loss is also handed to ``tx.update`` as the extra argument ``value``.
 
     Collectives: those of ``layout.gather``, per micro-batch (XLA moves the forward ones out of the
@@ -123,6 +172,8 @@ def train_step(
     Raises:
       ValueError: before any device work, if ``accumulate`` is not a positive integer, the batch
         does not divide, the reduction is unknown, or the params are not of this layout.
+      PreconditionerError: from the step, for a factor that is not finite or too many failed
+        decompositions.
     """
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate={accumulate!r} must be a positive integer")
@@ -157,6 +208,7 @@ def train_step(
                 "grad_norm": global_norm(grads, layout),
                 "update_norm": global_norm(updates, layout),
             }
+            metrics |= _counters(state)
         if has_aux:
             metrics["aux"] = aux
         return (owned, state, *((model_state,) if has_model_state else ()), metrics)
@@ -184,7 +236,7 @@ def train_step(
         model_state = gradients.replicate(layout, model_state)
         return owned, state, gradients.shard_batch(layout, batch), key, model_state
 
-    return TrainStep(jitted, prepare, layout)
+    return TrainStep(jitted, prepare, layout, tolerated_failures)
 
 
 def eval_step(fn: Callable[..., Any], layout: OwnerLayout) -> Callable[..., Any]:
@@ -225,6 +277,24 @@ def eval_step(fn: Callable[..., Any], layout: OwnerLayout) -> Callable[..., Any]
         return _settled(run(owned, gradients.shard_batch(layout, batch), args), layout)
 
     return evaluate
+
+
+def _counters(state: PyTree) -> dict[str, dict[str, jax.Array]]:
+    """The failure counters of all Shampoo and SOAP states in ``state``, over all devices."""
+
+    def is_shampoo(x: Any) -> bool:
+        return isinstance(x, ShampooState)
+
+    found = [s for s in jax.tree.leaves(state, is_leaf=is_shampoo) if is_shampoo(s)]
+    failures = [jnp.max(x) for s in found for x in jax.tree.leaves(s.failures)]
+    nonfinite = [jnp.sum(x) for s in found for x in jax.tree.leaves(s.nonfinite)]
+    if not failures:
+        return {}
+    counters = {
+        "failures": jnp.max(jnp.stack(failures)),
+        "nonfinite": jnp.sum(jnp.stack(nonfinite)),
+    }
+    return {"preconditioner": counters}
 
 
 def _refuse_donated(**trees: PyTree) -> None:

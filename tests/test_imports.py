@@ -29,7 +29,7 @@ ALLOWED = {
     "interop": ("layout", "owner", "transforms"),
     "presets": ("optimizers",),
     "second_order": ("layout", "owner", "transforms"),
-    "training": ("owner",),
+    "training": ("owner", "transforms"),
     "__init__": (
         "attention",
         "audit",

@@ -35,7 +35,6 @@ class _Kronecker:
     inverse_exponent_override: Exponents = field(default_factory=dict)
     drop_weighting_factor_on_gsquare: bool = False
     trace_scaling_exponent: float | None = None
-    num_tolerated_failures: int = 3
 
     refreshes = True
 

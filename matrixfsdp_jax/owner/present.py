@@ -1,0 +1,112 @@
+"""Leaves without a gradient in a step: no update, and their state stays as it is.
+
+A missing gradient is not a zero one, which would decay averages and parameters. Which leaves have
+one is said by the extra argument ``present`` of ``update``: a tree (or prefix) of bools, which may
+be traced.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from matrixfsdp_jax.layout import leaves as tree_leaves
+from matrixfsdp_jax.owner.params import OwnerLayout
+from matrixfsdp_jax.owner.update import Local
+
+PyTree = Any
+
+
+def present_tables(layout: OwnerLayout, present: PyTree) -> dict[str, jax.Array]:
+    """Class key -> ``[N, W]``, whether the leaf of a slot has a gradient; pads have none."""
+    shapes = [jax.ShapeDtypeStruct(lp.leaf.shape, lp.leaf.dtype) for lp in layout.plan.leaves]
+    flags = jax.tree.leaves(_spread(present, jax.tree.unflatten(layout.treedef, shapes)))
+    tables = {}
+    for c in layout.plan.classes:
+        own = jnp.stack([jnp.asarray(flags[matrix.leaf], bool) for matrix in c.matrices])
+        table = jnp.zeros((c.num_devices, c.num_waves), bool)
+        tables[c.key] = table.at[tuple(np.array(c.slots).T)].set(own)
+    return tables
+
+
+def on_present_stacks(
+    tx: optax.GradientTransformation, local: Local
+) -> optax.GradientTransformationExtraArgs:
+    """A stack transform that leaves slots alone where ``present`` (a dict of tables) is false."""
+    tx = optax.with_extra_args_support(tx)
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, *, present: Any = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        new, new_state = tx.update(updates, state, params, **extra)
+        if present is None:
+            return new, new_state
+        flags = {key: local(table) for key, table in present.items()}
+
+        def per_class(x: Any) -> bool:
+            return isinstance(x, dict) and set(x) == set(updates)
+
+        def chosen(new: Any, old: Any) -> Any:
+            if not per_class(new):
+                return new
+            return {key: _where(flags[key], new[key], old[key]) for key in new}
+
+        zeros = jax.tree.map(jnp.zeros_like, new)
+        return chosen(new, zeros), jax.tree.map(chosen, new_state, state, is_leaf=per_class)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def on_present_leaves(
+    tx: optax.GradientTransformation, whole: PyTree
+) -> optax.GradientTransformationExtraArgs:
+    """The same on the user's own tree; ``whole`` is the tree for which ``present`` is given."""
+    tx = optax.with_extra_args_support(tx)
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, *, present: Any = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        new, new_state = tx.update(updates, state, params, **extra)
+        if present is None:
+            return new, new_state
+        paths, flags, _ = tree_leaves.flatten(_spread(present, whole))
+        flag = {path: jnp.asarray(f, bool) for path, f in zip(paths, flags, strict=True)}
+        own, _, treedef = tree_leaves.flatten(updates)
+
+        def by_leaf(x: Any) -> bool:
+            return jax.tree.structure(x) == treedef or (isinstance(x, dict) and set(x) == set(own))
+
+        def chosen(new: Any, old: Any) -> Any:
+            if jax.tree.structure(new) == treedef:
+                pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), own, strict=True)
+                return treedef.unflatten([_where(flag[p], a, b) for a, b, p in pairs])
+            if by_leaf(new):
+                return {path: _where(flag[path], new[path], old[path]) for path in new}
+            return new
+
+        zeros = jax.tree.map(jnp.zeros_like, new)
+        return chosen(new, zeros), jax.tree.map(chosen, new_state, state, is_leaf=by_leaf)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def _spread(present: PyTree, tree: PyTree) -> PyTree:
+    """``present`` with a flag at every leaf of ``tree``."""
+    try:
+        return jax.tree.map(lambda flag, part: jax.tree.map(lambda _: flag, part), present, tree)
+    except ValueError as error:
+        raise ValueError(
+            "present is no prefix of the parameter tree: give a bool for each leaf, in the "
+            f"structure of the parameters ({error})"
+        ) from error
+
+
+def _where(flag: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    """``flag`` has the leading dims of every leaf."""
+
+    def pick(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(jnp.expand_dims(flag, range(flag.ndim, new.ndim)), new, old)
+
+    return jax.tree.map(pick, new, old)
