@@ -1,4 +1,5 @@
-"""Train a byte-level GPT on the Python standard library: Muon on whole-matrix owners, or AdamW.
+"""Train a byte-level GPT on the Python standard library: Muon, Shampoo or SOAP on whole-matrix
+owners, or AdamW.
 
     python examples/train_gpt.py train --optimizer muon --steps 200
     python examples/train_gpt.py demo     # Muon and AdamW from one seed, both curves in one picture
@@ -17,7 +18,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from gpt.config import GRID, REST_LEARNING_RATE, ComputeDtype, Config, Optimizer
+from gpt.config import (
+    GRID,
+    MAX_FACTOR_DIM,
+    NAMES,
+    PRECONDITION_EVERY,
+    REST_LEARNING_RATE,
+    ComputeDtype,
+    Config,
+    Optimizer,
+)
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -32,6 +42,8 @@ SIMULATED = 8
 COUNT_FLAG = "--xla_force_host_platform_device_count"
 Records = list[dict[str, Any]]
 DEFAULT = Config()
+COMPARED = [Optimizer.muon, Optimizer.adamw]
+ALL = list(Optimizer)
 
 Devices = Annotated[
     int | None,
@@ -40,6 +52,12 @@ Devices = Annotated[
 Seed = Annotated[int, typer.Option(min=0, help="Seed of parameters, batches and sample.")]
 Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps.")]
 Out = Annotated[Path, typer.Option(help="Folder that holds the run's folder.")]
+Optimizers = Annotated[
+    list[Optimizer],
+    typer.Option(
+        "--optimizer", metavar="<name>", help="muon, shampoo, soap or adamw; give it once for each."
+    ),
+]
 Name = Annotated[
     str | None,
     typer.Option(help="Name of the run's folder.", show_default="the first that is free"),
@@ -49,7 +67,10 @@ Name = Annotated[
 @app.command()
 def train(
     optimizer: Annotated[
-        Optimizer, typer.Option(help="What updates the matrices.")
+        Optimizer,
+        typer.Option(
+            metavar="<name>", help="What updates the matrices: muon, shampoo, soap or adamw."
+        ),
     ] = DEFAULT.optimizer,
     steps: Steps = DEFAULT.steps,
     lr: Annotated[
@@ -60,13 +81,29 @@ def train(
         float | None,
         typer.Option(
             min=0.0,
-            help="That of AdamW for what is no matrix, with muon.",
+            help="That of AdamW for what is no matrix, where another has the matrices.",
             show_default=str(REST_LEARNING_RATE),
         ),
     ] = None,
     weight_decay: Annotated[
         float, typer.Option(min=0.0, help="Of the matrices; times the learning rate.")
     ] = DEFAULT.weight_decay,
+    precondition_every: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Steps between decompositions of a factor; for shampoo and soap.",
+            show_default=str(PRECONDITION_EVERY),
+        ),
+    ] = None,
+    max_factor_dim: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Largest factor; for shampoo and soap, which cut larger matrices.",
+            show_default=str(MAX_FACTOR_DIM),
+        ),
+    ] = None,
     layers: Annotated[int, typer.Option(min=1)] = DEFAULT.layers,
     width: Annotated[int, typer.Option(min=2)] = DEFAULT.width,
     heads: Annotated[int, typer.Option(min=1)] = DEFAULT.heads,
@@ -97,6 +134,8 @@ def train(
             lr=lr,
             rest_lr=rest_lr,
             weight_decay=weight_decay,
+            precondition_every=precondition_every,
+            max_factor_dim=max_factor_dim,
             layers=layers,
             width=width,
             heads=heads,
@@ -116,27 +155,29 @@ def train(
 
 @app.command()
 def demo(
+    optimizers: Optimizers = COMPARED,
     steps: Steps = DEFAULT.steps,
     devices: Devices = None,
     seed: Seed = DEFAULT.seed,
     name: Name = None,
     out: Out = Path("runs"),
 ) -> None:
-    """Train Muon and AdamW from one seed, each at its best rate, and compare them."""
+    """Train optimizers from one seed, each at its best rate, and compare them."""
     with flag_errors():
         folder = run_folder(out, name, "demo")
         configs = {
             folder / optimizer: Config(optimizer=optimizer, steps=steps, seed=seed)
-            for optimizer in Optimizer
+            for optimizer in optimizers
         }
     runs = train_all(configs, devices)
     if not all(runs.values()):
         raise typer.Exit(1)
-    compare(folder, {config.label: runs[path] for path, config in configs.items()})
+    compare(folder, {config: runs[path] for path, config in configs.items()})
 
 
 @app.command()
 def grid(
+    optimizers: Optimizers = ALL,
     steps: Steps = DEFAULT.steps,
     devices: Devices = None,
     seed: Seed = DEFAULT.seed,
@@ -148,8 +189,8 @@ def grid(
         folder = run_folder(out, name, "grid")
         configs = {
             folder / f"{optimizer}-{lr:g}": Config(optimizer, lr, steps=steps, seed=seed)
-            for optimizer, rates in GRID.items()
-            for lr in rates
+            for optimizer in optimizers
+            for lr in GRID[optimizer]
         }
     runs = train_all(configs, devices)
     table = Table("optimizer", "learning rate", "held-out nats per byte", box=box.SIMPLE_HEAD)
@@ -215,28 +256,37 @@ def train_all(configs: dict[Path, Config], num_devices: int | None) -> dict[Path
 def simulate_cpu_devices(num: int) -> None:
     """Let the CPU stand for ``num`` devices, unless the user said so; accelerators take no notice.
 
-    Must come before the first import of jax.
+    Must come before the first import of numpy and jax. Simulated devices share the cores, so each
+    gets one thread of BLAS: with more, eigendecompositions of several devices at once wait for one
+    another and take a hundred times as long.
     """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     flags = os.environ.get("XLA_FLAGS", "")
     if COUNT_FLAG not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {COUNT_FLAG}={num}".strip()
 
 
-def compare(folder: Path, runs: dict[str, Records]) -> None:
-    """The held-out losses of the demo's two runs as a table and a picture."""
+def compare(folder: Path, runs: dict[Config, Records]) -> None:
+    """The held-out losses of the demo's runs as a table and a picture."""
     from gpt import plots
 
     console = Console(highlight=False)
     table = Table("", "held-out nats per byte", "bits per byte", "tokens/s", box=box.SIMPLE_HEAD)
-    for label, records in runs.items():
+    for config, records in runs.items():
         loss = records[-1]["held_out_loss"]
         speed = statistics.median(r["tokens_per_s"] for r in records[1:])
-        table.add_row(label, f"{loss:.3f}", f"{loss / math.log(2):.3f}", f"{speed:,.0f}")
+        table.add_row(config.label, f"{loss:.3f}", f"{loss / math.log(2):.3f}", f"{speed:,.0f}")
     console.print(table)
-    muon, adamw = runs.values()
-    step = plots.first_step_below(muon, adamw[-1]["held_out_loss"])
-    if step is not None:
-        console.print(f"Muon reaches AdamW's final loss at step {step:.0f} of {muon[-1]['step']}.")
+    final = {config.optimizer: records[-1]["held_out_loss"] for config, records in runs.items()}
+    for config, records in runs.items():
+        if Optimizer.adamw not in final or config.optimizer is Optimizer.adamw:
+            continue
+        step = plots.first_step_below(records, final[Optimizer.adamw])
+        if step is not None:
+            console.print(
+                f"{NAMES[config.optimizer]} reaches AdamW's final loss at step {step:.0f} of "
+                f"{config.steps}."
+            )
     picture = folder / "compare.png"
     plots.plot_comparison(picture, runs, "Byte-level GPT on the Python standard library")
     console.print(f"wrote {picture}")

@@ -7,6 +7,8 @@ from typing import Any
 
 class Optimizer(StrEnum):
     muon = "muon"
+    shampoo = "shampoo"
+    soap = "soap"
     adamw = "adamw"
 
 
@@ -15,13 +17,25 @@ class ComputeDtype(StrEnum):
     bfloat16 = "bfloat16"
 
 
-# The best of the small grid in examples/README.md. For Muon: matrices, and AdamW for the rest.
-LEARNING_RATE = {Optimizer.muon: 0.04, Optimizer.adamw: 0.002}
+NAMES = {"muon": "Muon", "shampoo": "Shampoo", "soap": "SOAP", "adamw": "AdamW"}
+KRONECKER = (Optimizer.shampoo, Optimizer.soap)
+# The best of the small grid in examples/README.md. All but AdamW update the matrices with it, and
+# the rest by AdamW with the rate below.
+LEARNING_RATE = {
+    Optimizer.muon: 0.04,
+    Optimizer.shampoo: 0.004,
+    Optimizer.soap: 0.004,
+    Optimizer.adamw: 0.002,
+}
 REST_LEARNING_RATE = 0.004
 GRID = {
     Optimizer.muon: (0.01, 0.02, 0.04, 0.08),
+    Optimizer.shampoo: (0.001, 0.002, 0.004, 0.008),
+    Optimizer.soap: (0.001, 0.002, 0.004, 0.008),
     Optimizer.adamw: (0.001, 0.002, 0.004, 0.008),
 }
+PRECONDITION_EVERY = 10
+MAX_FACTOR_DIM = 256
 
 
 @dataclass(frozen=True)
@@ -32,6 +46,8 @@ class Config:
     lr: float | None = None
     rest_lr: float | None = None
     weight_decay: float = 0.01
+    precondition_every: int | None = None
+    max_factor_dim: int | None = None
     layers: int = 4
     width: int = 128
     heads: int = 4
@@ -46,8 +62,16 @@ class Config:
     def __post_init__(self) -> None:
         if self.optimizer is Optimizer.adamw and self.rest_lr is not None:
             raise ValueError(
-                f"--rest-lr {self.rest_lr} goes with --optimizer muon; AdamW has one rate, --lr"
+                f"--rest-lr {self.rest_lr} goes with --optimizer muon, shampoo or soap; AdamW has "
+                "one rate, --lr"
             )
+        if self.optimizer not in KRONECKER:
+            for name in ("precondition_every", "max_factor_dim"):
+                if (given := getattr(self, name)) is not None:
+                    raise ValueError(
+                        f"--{name.replace('_', '-')} {given} goes with --optimizer shampoo or "
+                        f"soap; {NAMES[self.optimizer]} has no factors"
+                    )
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise ValueError(
                 f"--width {self.width} does not give --heads {self.heads} an even number of "
@@ -62,8 +86,16 @@ class Config:
 
     @property
     def rest_rate(self) -> float:
-        """Peak learning rate of AdamW for what is no matrix, in a Muon run."""
+        """Peak learning rate of AdamW for what is no matrix, where another optimizer has those."""
         return REST_LEARNING_RATE if self.rest_lr is None else self.rest_lr
+
+    @property
+    def factors(self) -> dict[str, int]:
+        """Options of Shampoo and SOAP: the largest block, and the steps between decompositions."""
+        return {
+            "max_preconditioner_dim": self.max_factor_dim or MAX_FACTOR_DIM,
+            "precondition_frequency": self.precondition_every or PRECONDITION_EVERY,
+        }
 
     @property
     def tokens_per_step(self) -> int:
@@ -73,8 +105,7 @@ class Config:
     @property
     def label(self) -> str:
         """``"Muon, lr 0.02"``."""
-        name = {"muon": "Muon", "adamw": "AdamW"}[self.optimizer]
-        return f"{name}, lr {self.matrix_rate:g}"
+        return f"{NAMES[self.optimizer]}, lr {self.matrix_rate:g}"
 
     def check_batch(self, num_devices: int) -> None:
         """Refuse a batch that devices and micro-batches cannot share.
@@ -91,5 +122,10 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Every setting, with the rates that are used."""
-        rest = {"rest_lr": self.rest_rate if self.optimizer is Optimizer.muon else None}
-        return {**asdict(self), "lr": self.matrix_rate, **rest}
+        used = {"lr": self.matrix_rate}
+        if self.optimizer is not Optimizer.adamw:
+            used["rest_lr"] = self.rest_rate
+        if self.optimizer in KRONECKER:
+            used["precondition_every"] = self.factors["precondition_frequency"]
+            used["max_factor_dim"] = self.factors["max_preconditioner_dim"]
+        return asdict(self) | used

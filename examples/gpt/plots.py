@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from gpt.config import Config
+
 Records = Sequence[dict[str, Any]]
 
-COLORS = ("#c2410c", "#1d4ed8")
+COLORS = {"muon": "#c2410c", "shampoo": "#15803d", "soap": "#7e22ce", "adamw": "#1d4ed8"}
 
 
 def held_out_curve(records: Records) -> tuple[list[int], list[float]]:
@@ -43,18 +45,18 @@ def plot_run(path: Path, records: Records, title: str) -> None:
         middle = steps[: len(smooth)] + (span - 1) / 2
         axes.plot(middle, smooth, color="0.4", label=f"training, mean of {span} steps")
     held_steps, held = held_out_curve(records)
-    axes.plot(held_steps, held, "o-", color=COLORS[0], markersize=4, label="held out")
+    axes.plot(held_steps, held, "o-", color=COLORS["muon"], markersize=4, label="held out")
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
 
 
-def plot_comparison(path: Path, runs: Mapping[str, Records], title: str) -> None:
+def plot_comparison(path: Path, runs: Mapping[Config, Records], title: str) -> None:
     """The held-out curves of several runs in one picture, with the loss each ends at."""
     figure, axes = _figure(title)
-    for color, (label, records) in zip(COLORS, runs.items(), strict=False):
+    for config, records in runs.items():
         steps, losses = held_out_curve(records)
-        text = f"{label}: {losses[-1]:.3f} at step {steps[-1]}"
-        axes.plot(steps, losses, "o-", color=color, markersize=4, label=text)
+        text = f"{config.label}: {losses[-1]:.3f} at step {steps[-1]}"
+        axes.plot(steps, losses, "o-", color=COLORS[config.optimizer], markersize=4, label=text)
     axes.set_ylabel("held-out loss, nats per byte")
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)

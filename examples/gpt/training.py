@@ -19,7 +19,7 @@ from rich.text import Text
 
 import matrixfsdp_jax as mfsdp
 from gpt import model, plots
-from gpt.config import Config, Optimizer
+from gpt.config import KRONECKER, Config, Optimizer
 from gpt.data import Corpus, even_batches, random_batches
 
 MAX_GRAD_NORM = 1.0
@@ -112,7 +112,7 @@ def build(config: Config, corpus: Corpus, devices: list[jax.Device]) -> Setup:
     layout = mfsdp.plan(
         params,
         mesh,
-        optimizer=config.optimizer.value,
+        optimizer=planned_for(config),
         rules=model.matrix_rules(config.width),
         gather_dtype=config.compute_dtype.value,
     )
@@ -133,6 +133,17 @@ def build(config: Config, corpus: Corpus, devices: list[jax.Device]) -> Setup:
     )
 
 
+def planned_for(config: Config) -> Any:
+    """What the planner must know; for Shampoo and SOAP also which factors there are, and when."""
+    name = config.optimizer.value
+    if config.optimizer not in KRONECKER:
+        return name
+    factors = config.factors
+    return mfsdp.shampoo_method(
+        name, factors["max_preconditioner_dim"], 2, factors["precondition_frequency"]
+    )
+
+
 def show_audit(config: Config, setup: Setup, console: Console, brief: bool) -> None:
     """What the compiled step sends as a table, and what the optimizer alone does as a line.
 
@@ -150,15 +161,25 @@ def show_audit(config: Config, setup: Setup, console: Console, brief: bool) -> N
 
 
 def make_optimizer(config: Config, layout: mfsdp.OwnerLayout) -> optax.GradientTransformation:
-    """Muon with AdamW for the rest, or AdamW for everything; both decay the matrices alone."""
+    """AdamW for everything, or another for the matrices and AdamW for the rest.
+
+    Only matrices decay.
+    """
     clip = mfsdp.clip_by_global_norm(MAX_GRAD_NORM, layout=layout)
     rate = schedule(config.matrix_rate, config.steps)
     if config.optimizer is Optimizer.adamw:
         adamw = optax.adamw(rate, b2=0.95, weight_decay=config.weight_decay, mask=matrices)
         return optax.chain(clip, adamw)
     rest = optax.adamw(schedule(config.rest_rate, config.steps), b2=0.95, weight_decay=0.0)
-    muon = mfsdp.muon(rate, layout=layout, rest=rest, weight_decay=config.weight_decay)
-    return optax.chain(clip, muon)
+    common = {"layout": layout, "rest": rest, "weight_decay": config.weight_decay}
+    if config.optimizer is Optimizer.muon:
+        return optax.chain(clip, mfsdp.muon(rate, **common))
+    common |= config.factors
+    if config.optimizer is Optimizer.soap:
+        return optax.chain(clip, mfsdp.soap(rate, **common))
+    grafting = mfsdp.AdamGrafting(beta2=0.95, epsilon=1e-8)
+    shampoo = mfsdp.shampoo(rate, betas=(0.9, 0.95), epsilon=1e-10, grafting=grafting, **common)
+    return optax.chain(clip, shampoo)
 
 
 def matrices(owned: mfsdp.OwnerParams) -> mfsdp.OwnerParams:

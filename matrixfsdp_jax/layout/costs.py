@@ -33,6 +33,8 @@ class Method:
       refresh_units: ``dims`` -> the blocks of one matrix that are decomposed now and then, as
         ``(blocks, cost of one)`` per shape of a block, the cost being the sum of ``k^3``.
       refresh_frequency: steps between two decompositions of a block.
+      factor_state: ``dims`` -> elements, among those of ``matrix_state``, of factors and of what is
+        kept of their decompositions.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Method:
     oriented: bool = True
     refresh_units: Callable[[Dims], Units] = field(default=lambda dims: (), repr=False)
     refresh_frequency: int = 1
+    factor_state: Callable[[Dims], int] = field(default=lambda dims: 0, repr=False)
 
     def refusal(self, view: View, shape: Dims) -> str | None:
         """Why it cannot take a leaf of ``shape`` read by ``view`` and what to do, or None."""
@@ -105,9 +108,11 @@ def shampoo_method(
         eigen = sum(25 * count * sum(k**3 for k in block) for block, count in blocks(dims))
         return 2 * (1 + products) * multiplied + eigen // precondition_frequency
 
+    def factors(dims: Dims) -> int:
+        return 2 * sum(count * sum(k**2 for k in block) for block, count in blocks(dims))
+
     def state(dims: Dims) -> int:
-        factors = sum(count * sum(k**2 for k in block) for block, count in blocks(dims))
-        return moments * prod(dims) + 2 * factors
+        return moments * prod(dims) + factors(dims)
 
     def units(dims: Dims) -> Units:
         return tuple((count, float(sum(k**3 for k in block))) for block, count in blocks(dims))
@@ -121,6 +126,7 @@ def shampoo_method(
         oriented=False,
         refresh_units=units,
         refresh_frequency=precondition_frequency,
+        factor_state=factors,
     )
 
 
@@ -213,6 +219,7 @@ class Costs:
       parameters: trainable parameters: stacks, shards of rest leaves, replicated rest leaves.
       gradients: their gradients, in the parameters' dtypes.
       state: optimizer state (see `Method`).
+      factors: the part of it that factors and their roots (or eigenvectors) take.
       frozen: leaves that are not trained.
       gathered: all leaves whole, as a gather of everything at once holds them while the model
         runs; comes on top of `memory`.
@@ -226,6 +233,7 @@ class Costs:
     parameters: PerDevice
     gradients: PerDevice
     state: PerDevice
+    factors: PerDevice
     frozen: int
     gathered: int
     collectives: tuple[Collective, ...]
@@ -274,15 +282,25 @@ def costs(plan: Plan) -> Costs:
         parameters=parameters,
         gradients=parameters,
         state=spread(
-            lambda cls: record.matrix_state(cls.shape) * max(4, dtype_bytes(cls.dtype)),
+            lambda cls: _state_bytes(cls, record.matrix_state(cls.shape)),
             record.rest_copies * rest_bytes,
         ),
+        factors=spread(lambda cls: factor_bytes(record, cls)),
         frozen=sum(_stored_bytes(p, plan.num_devices) for p in plan.leaves if not p.trainable),
         gathered=sum(
             p.leaf.size * dtype_bytes(plan.wire_dtypes(p.leaf.dtype)[0]) for p in plan.leaves
         ),
         collectives=tuple(_collectives(plan)) if plan.num_devices > 1 else (),
     )
+
+
+def factor_bytes(record: Method, cls: ShapeClass) -> int:
+    """Bytes of factors and their roots (or eigenvectors) of one matrix of a class."""
+    return _state_bytes(cls, record.factor_state(cls.shape))
+
+
+def _state_bytes(cls: ShapeClass, elements: int) -> int:
+    return elements * max(4, dtype_bytes(cls.dtype))
 
 
 def _matrix_bytes(cls: ShapeClass) -> int:

@@ -14,6 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from matrixfsdp_jax.layout import refresh_report
 from matrixfsdp_jax.layout.costs import (
     Collective,
     CollectiveKind,
@@ -22,6 +23,7 @@ from matrixfsdp_jax.layout.costs import (
     method,
     newton_schulz_flops,
 )
+from matrixfsdp_jax.layout.refresh_report import Refresh
 from matrixfsdp_jax.layout.spec import LeafPlan, Plan, ShapeClass, TensorView
 
 _KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
@@ -51,8 +53,9 @@ def render(plan: Plan, *, width: int | None = 80, every_leaf: bool = False) -> s
         file=out, width=width, color_system=None, markup=False, highlight=False, emoji=False
     )
     cost = costs(plan)
-    console.print(_summary(plan, cost))
-    tables = [_class_table(plan), _device_table(cost), _traffic_table(cost)]
+    found = refresh_report.refresh(plan)
+    console.print(_summary(plan, cost, found))
+    tables = [_class_table(plan), _device_table(cost), _refresh_table(found), _traffic_table(cost)]
     for table in [*tables, _leaf_table(plan, every_leaf)]:
         if table.row_count:
             console.print()
@@ -60,7 +63,7 @@ def render(plan: Plan, *, width: int | None = 80, every_leaf: bool = False) -> s
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-def _summary(plan: Plan, cost: Costs) -> str:
+def _summary(plan: Plan, cost: Costs, found: Refresh | None) -> str:
     matrices = sum(cost.matrices.real)
     gather = f"in {plan.gather_dtype}" if plan.gather_dtype else "in each leaf's own dtype"
     traffic = [f"{kind} {_bytes(b)}" for kind in _KINDS if (b := cost.received(kind))]
@@ -80,6 +83,12 @@ def _summary(plan: Plan, cost: Costs) -> str:
             f"{cost.flops.padded_balance:.2f} x the mean of useful work; "
             f"busiest owner {cost.flops.balance:.2f} x",
             f"padding: stacks hold {cost.padding_factor:.2f} x the elements of the matrices",
+        ]
+    if found is not None:
+        lines += [
+            f"factors and their roots (or eigenvectors): {_bytes(cost.factors.padded)} of state "
+            "per device",
+            *refresh_report.lines(found),
         ]
     return "\n".join(lines)
 
@@ -130,6 +139,25 @@ def _device_table(cost: Costs) -> Table:
     for values, devices in alike.items():
         row(_ranges(devices), values[0], values[1:-1], values[-1])
     row("each", cost.matrices.padded, [p.padded for p in parts], cost.flops.padded)
+    return table
+
+
+def _refresh_table(found: Refresh | None) -> Table:
+    columns = ("class", "blocks", "k^3", "of all k^3", "factors", "factors per device")
+    table = _table(
+        "Decompositions (of one matrix; the last: of all slots)", *columns, numbers_from=1
+    )
+    classes = () if found is None else found.classes
+    whole = sum(each.matrices * each.work for each in classes)
+    for each in classes:
+        table.add_row(
+            each.key,
+            str(each.blocks),
+            _flops(round(each.work)),
+            f"{each.matrices * each.work / whole:.0%}",
+            _bytes(each.factor_bytes),
+            _bytes(each.waves * each.factor_bytes),
+        )
     return table
 
 
@@ -242,9 +270,13 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     cost = costs(plan)
     per_device = {
         name: getattr(cost, name)
-        for name in ("matrices", "elements", "flops", "parameters", "gradients", "state", "memory")
+        for name in (
+            *("matrices", "elements", "flops"),
+            *("parameters", "gradients", "state", "factors", "memory"),
+        )
     }
     where = _slots_of_leaves(plan)
+    found = refresh_report.refresh(plan)
     return {
         "num_devices": plan.num_devices,
         "optimizer": method(plan.optimizer).name,
@@ -278,6 +310,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
             "padded_flop_balance": cost.flops.padded_balance,
             "collectives": [{**asdict(c), "total_bytes": c.total_bytes} for c in cost.collectives],
         },
+        "refresh": None if found is None else refresh_report.to_dict(found),
     }
 
 

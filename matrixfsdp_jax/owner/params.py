@@ -424,7 +424,12 @@ def plan(
         the mesh must have size 1.
       optimizer: what a slot costs in the report, and which orders are stacked: ``"muon"``,
         ``"normuon"``, ``"adamuon"``, ``"adamw"`` and ``"sgd"`` take matrices, ``"shampoo"`` and
-        ``"soap"`` tensors of order 0 to 4; or a ``layout.costs.Method``.
+        ``"soap"`` tensors of order 0 to 4; or a ``layout.costs.Method``. Shampoo and SOAP with
+        other options than their names stand for (blocks up to 1024, small dims merged down to order
+        2, a decomposition every 10 steps): ``mfsdp.shampoo_method(name, max_preconditioner_dim,
+        target_parameter_dimensionality, precondition_frequency)``, with the optimizer's own
+        numbers. Only then does the report speak of that optimizer, and are the matrices of a wave
+        dealt so that its decompositions spread over the steps of each device.
       rules: which leaf is a matrix and how it is read; see ``mfsdp.rules``. Default
         ``mfsdp.default_rules()``.
       order: forward order of the leaves, as a list of paths or a sort key on paths; default the
@@ -446,6 +451,10 @@ def plan(
       >>> layout = mfsdp.plan({"w": jnp.ones((4, 8)), "b": jnp.ones(8)}, mesh)
       >>> layout
       OwnerLayout(1 matrices in 1 classes over 1 devices of ('fsdp',), 2 leaves)
+      >>> method = mfsdp.shampoo_method("soap", 256, 2, 5)
+      >>> layout = mfsdp.plan({"w": jnp.ones((4, 8))}, mesh, optimizer=method)
+      >>> layout.to_dict()["refresh"]["frequency"]
+      5
     """
     axes = _checked_axes(mesh, owner_axis)
     num_devices = 1
