@@ -5,7 +5,8 @@ Shape legend: ``N`` devices on the owner axis, ``W`` waves.
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from matrixfsdp_jax.layout.costs import Method, method
@@ -19,9 +20,9 @@ from matrixfsdp_jax.layout.spec import (
     Plan,
     ShapeClass,
     View,
-    class_key,
     is_inexact,
 )
+from matrixfsdp_jax.layout.spread import spread_waves
 
 Order = Sequence[str] | Callable[[str], Any]
 
@@ -87,15 +88,15 @@ def make_plan(
     flops = {shape: record.matrix_flops(shape, ns_steps) for shape, _ in members}
 
     loads = [0] * num_devices
-    spread = _Spread(members, record, num_devices)
     classes = []
     for shape, dtype in sorted(members, key=lambda c: (-flops[c[0]], c)):
         matrices = tuple(members[shape, dtype])
-        slots = spread.within_waves(shape, matrices, _deal(len(matrices), loads))
+        slots = _deal(len(matrices), loads)
         for device, _ in slots:
             loads[device] += flops[shape]
         waves = -(-len(matrices) // num_devices)
         classes.append(ShapeClass(shape, dtype, num_devices, waves, matrices, slots))
+    classes = _spread(classes, record, num_devices)
 
     return Plan(
         num_devices=num_devices,
@@ -184,52 +185,20 @@ def _deal(count: int, loads: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple(full + [(device, waves) for device in lightest[:left]])
 
 
-class _Spread:
-    """Deals the matrices of a wave so that the refreshes of a device fall in different steps."""
-
-    def __init__(
-        self,
-        members: Mapping[tuple[tuple[int, ...], str], Sequence[Matrix]],
-        record: Method,
-        num_devices: int,
-    ) -> None:
-        self._frequency = record.refresh_frequency
-        self._units = {shape: record.refresh_units(shape) for shape, _ in members}
-        self._work = [[0.0] * self._frequency for _ in range(num_devices)]
-        keys = {item: class_key(*item) for item in members}
-        self._phases = refresh_phases(
-            {keys[item]: [m.name for m in own] for item, own in members.items()},
-            {keys[item]: self._units[item[0]] for item in members},
-            self._frequency,
-        )
-
-    def within_waves(
-        self,
-        shape: tuple[int, ...],
-        matrices: Sequence[Matrix],
-        slots: tuple[tuple[int, int], ...],
-    ) -> tuple[tuple[int, int], ...]:
-        """``slots`` with the devices of each wave in another order."""
-        units = self._units[shape]
-        if self._frequency == 1 or not units:
-            return slots
-        new = []
-        for wave, own in itertools.groupby(zip(slots, matrices, strict=True), lambda x: x[0][1]):
-            members = list(own)
-            free = [device for (device, _), _ in members]
-            for _, matrix in members:
-                work = phase_work(self._phases[matrix.name], units, self._frequency)
-                device = min(free, key=lambda d: self._busiest(d, work))
-                free.remove(device)
-                self._work[device] = [a + b for a, b in zip(self._work[device], work, strict=True)]
-                new.append((device, wave))
-        return tuple(new)
-
-    def _busiest(self, device: int, work: Sequence[float]) -> tuple[float, float, int]:
-        """The work of the busiest step that this matrix falls in, then of all, then the device."""
-        own = self._work[device]
-        busiest = max((a + b for a, b in zip(own, work, strict=True) if b), default=0.0)
-        return busiest, sum(own), device
+def _spread(classes: Sequence[ShapeClass], record: Method, num_devices: int) -> list[ShapeClass]:
+    """The classes with each wave dealt so that refreshes of a device fall in different steps."""
+    frequency = record.refresh_frequency
+    units = {c.key: record.refresh_units(c.shape) for c in classes}
+    if frequency == 1 or num_devices == 1 or not any(units.values()):
+        return list(classes)
+    names = {c.key: [matrix.name for matrix in c.matrices] for c in classes}
+    phases = refresh_phases(names, units, frequency)
+    work = [
+        [phase_work(phases.get(matrix.name, ()), units[c.key], frequency) for matrix in c.matrices]
+        for c in classes
+    ]
+    slots = spread_waves([(c.slots, w) for c, w in zip(classes, work, strict=True)], num_devices)
+    return [replace(c, slots=own) for c, own in zip(classes, slots, strict=True)]
 
 
 def _forward(
