@@ -35,3 +35,22 @@ def test_optimizer_step():
     assert cells["owner muon"][4] == "0"
     assert int(cells["optax, FSDP"][4]) > 0
     assert re.search(r"speed-up over optax.contrib.muon: \d+\.\dx", out)
+
+
+def test_shampoo():
+    out = run("shampoo.py", "--tiny", "--basis", "qr", "--root", "newton")
+    assert "6 matrices, width 16, 2 simulated devices" in out
+    assert "SOAP by QRBasis, Shampoo by CoupledNewtonRoot, every 2 steps" in " ".join(out.split())
+    cells = {
+        row[1].strip(): [c.strip() for c in row[2:-1]]
+        for row in (line.split("│") for line in out.splitlines())
+        if len(row) > 3
+    }
+    sides = [f"{t}, {h}" for t in ("SOAP", "Shampoo") for h in ("staggered", "all at once")]
+    assert set(cells) == {"Muon", *sides, "SOAP, replicated", "Shampoo, replicated"}
+    assert all(row[-1] == "0" for row in cells.values()), "matrix collectives"
+    assert all(float(row[3]) >= 1 for row in cells.values()), "the longest step over the mean"
+    for title in ("SOAP", "Shampoo"):
+        for words in (f"{title} over owner Muon", f"{title} replicated over on owners"):
+            assert re.search(rf"{words}: \d+\.\d\d x, in CPU time \d+\.\d\d x", out)
+    assert re.search(r"planned: busiest owner 1\.00 x the mean", out)

@@ -24,17 +24,17 @@ KRONECKER = (Optimizer.shampoo, Optimizer.soap)
 LEARNING_RATE = {
     Optimizer.muon: 0.04,
     Optimizer.shampoo: 0.004,
-    Optimizer.soap: 0.004,
+    Optimizer.soap: 0.016,
     Optimizer.adamw: 0.002,
 }
 REST_LEARNING_RATE = 0.004
 GRID = {
     Optimizer.muon: (0.01, 0.02, 0.04, 0.08),
     Optimizer.shampoo: (0.001, 0.002, 0.004, 0.008),
-    Optimizer.soap: (0.001, 0.002, 0.004, 0.008),
+    Optimizer.soap: (0.004, 0.008, 0.016, 0.032),
     Optimizer.adamw: (0.001, 0.002, 0.004, 0.008),
 }
-PRECONDITION_EVERY = 10
+PRECONDITION_EVERY = 2
 MAX_FACTOR_DIM = 256
 
 

@@ -73,7 +73,9 @@ class _Kronecker:
         out = []
         for dim in self.dims(order):
             one = base(zeros.shape[first + dim], dtype)
-            out.append(jnp.expand_dims(lead, range(first, first + one.ndim)) + one)
+            shape = (*lead.shape, *one.shape)
+            spread = jnp.expand_dims(lead, range(first, first + one.ndim))
+            out.append(jnp.broadcast_to(spread, shape) + jnp.broadcast_to(one, shape))
         return tuple(out)
 
     def _zeros(self, zeros: jax.Array, order: int) -> tuple[jax.Array, ...]:

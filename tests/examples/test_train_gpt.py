@@ -21,6 +21,8 @@ import train_gpt  # noqa: E402
 from gpt import data, model, plots, training  # noqa: E402
 from gpt.config import Config, Optimizer  # noqa: E402
 
+import matrixfsdp_jax as mfsdp  # noqa: E402
+
 SMALL = {"layers": 1, "width": 32, "heads": 2, "context": 16, "batch": 8, "steps": 2}
 TINY = ["train", *(f"--{key}={n}" for key, n in SMALL.items()), "--eval-every=1", "--seed=3"]
 
@@ -39,17 +41,22 @@ def metrics(folder):
 # ---- one run -----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["muon", "adamw"])
+# Tall matrices are turned, or (where each dim has its own factor) a class of their own.
+CLASSES = {"muon": 2, "shampoo": 3, "soap": 3, "adamw": 2}
+
+
+@pytest.fixture(scope="module", params=list(CLASSES))
 def tiny_run(request, tmp_path_factory):
     """Optimizer, output and folder of one run."""
     out = tmp_path_factory.mktemp("runs")
-    shown = run(*TINY, "--optimizer", request.param, "--name", "tiny", "--out", out)
+    refresh = ["--precondition-every=1"] if CLASSES[request.param] == 3 else []
+    shown = run(*TINY, *refresh, "--optimizer", request.param, "--name", "tiny", "--out", out)
     return request.param, shown, out / "tiny"
 
 
 def test_a_run_shows_its_layout_its_collectives_and_its_progress(tiny_run):
     optimizer, shown, _ = tiny_run
-    assert f"{optimizer} on 8 devices: 6 matrices in 2 classes" in shown
+    assert f"{optimizer} on 8 devices: 6 matrices in {CLASSES[optimizer]} classes" in shown
     assert "blocks/0/attn/qkv/kernel" in shown
     assert "mfsdp.gather" in shown, "the table of collectives"
     assert "optimizer step: 0 matrix collectives, 1 scalar" in shown
@@ -67,6 +74,8 @@ def test_a_run_leaves_its_files(tiny_run):
     assert all(r["grad_norm"] > 0 and r["update_norm"] > 0 for r in records[1:])
     config = json.loads((folder / "config.json").read_text())
     assert (config["optimizer"], config["width"], config["seed"]) == (optimizer, 32, 3)
+    factors = (1, 256) if CLASSES[optimizer] == 3 else (None, None)
+    assert (config["precondition_every"], config["max_factor_dim"]) == factors
     for picture in ("loss.png", "layout.png"):
         assert (folder / picture).read_bytes().startswith(b"\x89PNG")
     assert len((folder / "sample.txt").read_text()) > 100
@@ -115,12 +124,14 @@ def test_a_run_that_diverges_says_so_and_fails(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--optimizer", "sgd"], "'sgd' is not one of 'muon', 'adamw'"),
+        (["--optimizer", "sgd"], "'sgd' is not one of 'muon', 'shampoo', 'soap', 'adamw'"),
         (["--batch", "12"], "--batch 12 does not divide over 8 devices x --accumulate 1"),
         (["--accumulate", "3"], "give a multiple of 24"),
         (["--heads", "3"], "make it a multiple of 6"),
         (["--width", "18", "--heads", "6"], "even number of channels"),
         (["--optimizer", "adamw", "--rest-lr", "0.1"], "AdamW has one rate, --lr"),
+        (["--precondition-every", "5"], "shampoo or soap; Muon has no factors"),
+        (["--optimizer", "adamw", "--max-factor-dim", "8"], "--max-factor-dim 8 goes with"),
         (["--devices", "9"], "--devices 9, but there are 8 (cpu)"),
         (["--steps", "0"], "Invalid value for '--steps'"),
         (["--lr", "-1"], "Invalid value for '--lr'"),
@@ -141,6 +152,19 @@ def test_bad_flags_are_explained(tmp_path, flags, message):
 def falling(start, end, steps=4):
     losses = np.linspace(start, end, steps + 1)
     return [{"step": k, "held_out_loss": x, "tokens_per_s": 10.0} for k, x in enumerate(losses)]
+
+
+@pytest.mark.parametrize("other", ["muon", "shampoo", "soap"])
+def test_the_demo_says_when_each_other_optimizer_reaches_adamw(tmp_path, monkeypatch, other):
+    def train_all(configs, num_devices):
+        (tmp_path / "demo").mkdir()
+        return dict(zip(configs, [falling(5.0, 2.0), falling(5.0, 1.0)], strict=True))
+
+    monkeypatch.setattr(train_gpt, "train_all", train_all)
+    shown = run("demo", "--optimizer", "adamw", "--optimizer", other, "--out", tmp_path)
+    name = {"muon": "Muon", "shampoo": "Shampoo", "soap": "SOAP"}[other]
+    assert f"{name} reaches AdamW's final loss at step 3 of" in shown
+    assert "AdamW reaches" not in shown
 
 
 def test_demo_compares_both_optimizers_from_one_seed(tmp_path, monkeypatch):
@@ -171,6 +195,9 @@ def test_grid_names_each_rate_and_what_diverged(tmp_path, monkeypatch):
     rates = sum(len(rates) for rates in train_gpt.GRID.values())
     assert Counter(shown.split())["1.500"] == rates - 1
     assert "diverged" in shown
+    only = run("grid", "--optimizer", "soap", "--out", tmp_path)
+    assert "soap" in only
+    assert "muon" not in only
 
 
 def test_the_demo_uses_rates_of_the_grid():
@@ -248,6 +275,27 @@ def test_the_model_sees_no_later_byte_and_where_the_earlier_ones_stand():
     np.testing.assert_allclose(logits(changed)[:, :8], base[:, :8], atol=1e-5)
     assert np.abs(logits(changed)[:, 8:] - base[:, 8:]).max() > 1e-2
     assert np.abs(logits(swapped)[:, -1] - base[:, -1]).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["shampoo", "soap"])
+def test_planner_and_optimizer_know_the_same_factors(monkeypatch, name):
+    """As many blocks are due in a step as the plan was balanced for."""
+    given = {}
+
+    def optimizer(rate, **options):
+        given.update(options)
+        return getattr(mfsdp, f"scale_by_{name}")()
+
+    monkeypatch.setattr(mfsdp, name, optimizer)
+    config = Config(Optimizer(name), precondition_every=3, max_factor_dim=16, weight_decay=0.5)
+    params = {"kernel": np.zeros((32, 48), np.float32)}
+    mesh = jax.make_mesh((2,), ("fsdp",), devices=jax.devices()[:2])
+    layout = mfsdp.plan(params, mesh, optimizer=training.planned_for(config))
+    training.make_optimizer(config, layout)
+    assert (given["precondition_frequency"], given["max_preconditioner_dim"]) == (3, 16)
+    assert given["weight_decay"] == 0.5
+    assert layout.plan.optimizer.refresh_frequency == 3
+    assert layout.plan.optimizer.refresh_units((32, 48)) == ((6, 2 * 16.0**3),)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 10, 300])
