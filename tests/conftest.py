@@ -9,8 +9,8 @@ _others = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswit
 _PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=300"
 os.environ["XLA_FLAGS"] = " ".join([_PATIENCE, *_others, f"{_COUNT}=8"])
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# JAX's decompositions on CPU are those of OpenBLAS. Eight devices that each start its threads, on the
-# few cores of a container, made one 256 x 256 eigh take 1.3 s instead of 5 ms.
+# JAX's decompositions on CPU are those of OpenBLAS. Eight devices that each start its threads, on
+# the few cores of a container, made one 256 x 256 eigh take 1.3 s instead of 5 ms.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import jax  # noqa: E402
