@@ -235,9 +235,9 @@ def soap(
       stagger: as there.
       first_refresh: as there.
       first_step: ``"update"``: the first step updates, as in facebookresearch/optimizers.
-        ``"skip"``: it only builds factors and basis, its update is zero, and all moments (with
-        their bias corrections) begin with the second gradient, as in the paper's code; the first
-        decomposition is then in step 1.
+        ``"skip"``: it only builds factors and basis, its direction is zero (weight decay acts), and
+        all moments (with their bias corrections) begin with the second gradient, as in the paper's
+        code; the first decomposition is then in step 1.
       use_bias_correction: as there.
       preconditioner: ``mfsdp.EigenvalueCorrected(...)``, for ``QRBasis``, adaptive refresh by
         ``tolerance``, dims without a basis, other exponents.
@@ -426,7 +426,7 @@ def _options(
         )
     return ShampooOptions(
         betas,
-        betas[0] if beta3 is None else beta3,
+        betas[0] if beta3 is None and isinstance(betas, tuple | list) else beta3,
         epsilon,
         max_preconditioner_dim,
         target_parameter_dimensionality,
@@ -498,6 +498,11 @@ class _Core:
                     "no number needs peak_learning_rate"
                 )
             object.__setattr__(self, "peak_learning_rate", float(self.learning_rate))
+        if peaked and not self.peak_learning_rate:
+            raise ValueError(
+                f"peak_learning_rate={self.peak_learning_rate} (by default the learning_rate) "
+                f"must be above 0 for weight_decay_type={self.weight_decay_type!r}"
+            )
 
     def optimizer(
         self, layout: OwnerLayout | None, rules: Any, mask: Any, rest: Any

@@ -38,6 +38,19 @@ class _Kronecker:
 
     refreshes = True
 
+    def check(self) -> None:
+        """Refuse a dtype that cannot be decomposed here.
+
+        Raises: ValueError, naming the dtype.
+        """
+        if self.factor_dtype is None:
+            return
+        dtype = jnp.dtype(self.factor_dtype)
+        if dtype.name not in ("float32", "float64"):
+            raise ValueError(f"factor_dtype={dtype.name!r} must be float32 or float64")
+        if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+            raise ValueError("factor_dtype='float64' needs JAX's x64 mode: jax.enable_x64(True)")
+
     def dims(self, order: int) -> tuple[int, ...]:
         """The dims of a block of ``order`` that have a factor."""
         return tuple(d for d in range(order) if self.exponent(order, d) != 0)

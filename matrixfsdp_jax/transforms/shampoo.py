@@ -66,14 +66,29 @@ class ShampooOptions:
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
+        if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
+            raise TypeError(f"betas={self.betas!r} must be a pair of numbers")
+        for name in ("preconditioner", "grafting"):
+            record = getattr(self, name)
+            if isinstance(record, type) or not hasattr(record, "direction"):
+                if name == "grafting" and record is None:
+                    continue
+                raise TypeError(
+                    f"{name}={record!r} must be a record such as mfsdp.AdamGrafting() or "
+                    "mfsdp.RootInverse()"
+                )
+            if record.refreshes:
+                record.check()
         beta1, beta2 = self.betas
         check_number("betas[0]", beta1, low=0.0, below=1.0)
+        check_number("betas[1]", beta2, low=0.0)
         check_number("beta3", self.beta3, low=0.0, below=1.0)
         if not 0 < beta2 <= 1 and not (beta2 == 0 and not self.preconditioner.refreshes):
             raise ValueError(f"betas[1]={beta2} must be in (0, 1]; 1 sums")
         for name in ("max_preconditioner_dim", "target_parameter_dimensionality"):
             value = getattr(self, name)
-            if value != math.inf and (not isinstance(value, int) or value < 1):
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if value != math.inf and not (whole and value >= 1):
                 raise ValueError(f"{name}={value!r} must be an int >= 1 or math.inf")
         rule = self.preconditioner.rank_deficiency if self.preconditioner.refreshes else None
         if isinstance(rule, PseudoInverse):
@@ -170,7 +185,9 @@ def _transposed(parts: Mapping[str, _ClassState]) -> list[dict[str, Any]]:
     return [{key: part[i] for key, part in parts.items()} for i in range(len(_ClassState._fields))]
 
 
-def _init_class(blocking: Blocking, stack: jax.Array, options: ShampooOptions) -> _ClassState:
+def _init_class(blocking: Blocking, stack: Any, options: ShampooOptions) -> _ClassState:
+    if isinstance(stack, optax.MaskedNode):
+        return _ClassState((), (), (), (), ())
     groups = []
     for zeros in blocking.split(jnp.zeros_like(stack, dtype=wide(stack.dtype))):
         order = len(blocking.merged)

@@ -46,9 +46,13 @@ class Case:
         *,
         explicit: bool = True,
         given: Any = None,
+        planned_for: str = "muon",
     ) -> None:
         self.tree = tree
-        self.layout = None if n is None else mfsdp.plan(tree, make_mesh(n, explicit), rules=given)
+        self.layout = None
+        if n is not None:
+            mesh = make_mesh(n, explicit)
+            self.layout = mfsdp.plan(tree, mesh, rules=given, optimizer=planned_for)
         self.tx = make(self.layout)
         self.step = jax.jit(self.apply)
 
@@ -110,6 +114,19 @@ def devices(form: str) -> int | None:
     return None if form == "single" else 8
 
 
+def own_case(
+    optimizer: Optimizer,
+    tree: Any,
+    n: int | None = None,
+    *,
+    explicit: bool = True,
+    **overrides: Any,
+) -> Case:
+    """The optimizer, with other options, on any tree."""
+    make = partial(optimizer.make, **overrides)
+    return Case(make, tree, n, explicit=explicit, planned_for=optimizer.planned_for)
+
+
 @cache
 def whole_case(optimizer: Optimizer, n: int | None, explicit: bool = True) -> Case:
     """The optimizer on the whole tree; shared, because it keeps its compiled step."""
@@ -119,13 +136,14 @@ def whole_case(optimizer: Optimizer, n: int | None, explicit: bool = True) -> Ca
         n,
         explicit=explicit,
         given=RULES,
+        planned_for=optimizer.planned_for,
     )
 
 
 @cache
 def few_case(optimizer: Optimizer, form: str) -> Case:
     """The optimizer on few leaves; shared as well."""
-    return Case(optimizer.make, draw(FEW, 0), devices(form))
+    return own_case(optimizer, draw(FEW, 0), devices(form))
 
 
 @cache
@@ -133,13 +151,17 @@ def undecayed_case(optimizer: Optimizer, form: str) -> Case:
     """``few_case`` without weight decay."""
     if not optimizer.decays:
         return few_case(optimizer, form)
-    make = partial(optimizer.make, weight_decay=0.0)
-    return Case(make, draw(FEW, 0), devices(form))
+    return own_case(optimizer, draw(FEW, 0), devices(form), weight_decay=0.0)
 
 
 def wrapped(optimizer: Optimizer, form: str, wrap: Callable[[Any, Any], Any]) -> Case:
     """``wrap(tx, layout)`` on the tree of ``few_case``."""
-    return Case(lambda layout: wrap(optimizer.make(layout), layout), draw(FEW, 0), devices(form))
+    return Case(
+        lambda layout: wrap(optimizer.make(layout), layout),
+        draw(FEW, 0),
+        devices(form),
+        planned_for=optimizer.planned_for,
+    )
 
 
 def few_grads(count: int) -> list[dict[str, np.ndarray]]:

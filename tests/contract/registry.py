@@ -22,6 +22,7 @@ class Optimizer:
       direction_only: the function has no learning rate, so one is chained behind it.
       decays: whether it decays weights as it stands; ``weight_decay=0.0`` then switches it off.
       rounding: how close two compilations of the same step come, absolute, for updates near 1.
+      planned_for: the ``optimizer=`` of the layouts on which it runs.
     """
 
     id: str
@@ -32,6 +33,7 @@ class Optimizer:
     direction_only: bool = False
     decays: bool = False
     rounding: float = 1e-6
+    planned_for: str = "muon"
 
     def make(
         self, layout: Any = None, rules: Any = None, **overrides: Any
@@ -69,5 +71,10 @@ OPTIMIZERS = [
 EXEMPT = {
     "clip_by_global_norm": "changes gradients; every optimizer is tested behind it",
     "qk_clip": "changes updates of attention weights alone; has tests of its own",
+    # The suite's gradients leave factors without full rank, where rounding decides an update.
+    "scale_by_shampoo": "tests/test_second_order.py holds it to oracles and to the contract",
+    "scale_by_soap": "tests/test_second_order.py holds it to oracles and to the contract",
+    "shampoo": "tests/test_second_order.py holds it to oracles and to the contract",
+    "soap": "tests/test_second_order.py holds it to oracles and to the contract",
     "skip_nonfinite": "wraps an optimizer; every optimizer is tested inside it",
 }

@@ -16,7 +16,6 @@ import matrixfsdp_jax as mfsdp
 from tests.contract.cases import (
     FEW,
     MATRICES,
-    Case,
     assert_identical,
     counts,
     devices,
@@ -24,6 +23,7 @@ from tests.contract.cases import (
     each_optimizer,
     few_case,
     few_grads,
+    own_case,
     undecayed_case,
     whole_case,
     whole_tree,
@@ -90,9 +90,8 @@ def test_a_schedule_of_the_learning_rate(optimizer: Optimizer, form: str) -> Non
     """At fixed parameters the updates of the matrices are proportional to the rate."""
     rate = ramp(0.3, -0.1)
     plain = few_case(optimizer, form).updates(few_grads(3))
-    make = partial(optimizer.make, learning_rate=rate)
-    scheduled = Case(make, draw(FEW, 0), devices(form)).updates(few_grads(3))
-    for count, (want, got) in enumerate(zip(plain, scheduled, strict=True)):
+    scheduled = own_case(optimizer, draw(FEW, 0), devices(form), learning_rate=rate)
+    for count, (want, got) in enumerate(zip(plain, scheduled.updates(few_grads(3)), strict=True)):
         for name in ("w", "tall"):
             expected = want[name] * (rate(count) / optimizer.learning_rate)
             np.testing.assert_allclose(got[name], expected, atol=optimizer.rounding)
@@ -127,7 +126,7 @@ def test_half_precision_leaves_keep_their_dtype(optimizer: Optimizer, form: str)
     own = {f"w_{k}": w.astype(d) for k, d in dtypes.items()}
     own |= {f"bias_{k}": few["bias"].astype(d) for k, d in dtypes.items()}
     grads = {k: (g if k[0] == "w" else few["bias"]).astype(x.dtype) for k, x in own.items()}
-    case = Case(optimizer.make, own, devices(form))
+    case = own_case(optimizer, own, devices(form))
     params, state = case.start()
     before = jax.tree.map(jax.typeof, (params, state, case.seen(params)))
     new, state, updates = case.step(params, state, case.grads(grads))
@@ -146,7 +145,7 @@ def test_float64_leaves_are_updated_in_float64(optimizer: Optimizer, form: str) 
     with jax.enable_x64(True):
         tree, grads = draw(FEW, 0), draw(FEW, 1)
         tree["tall"], grads["tall"] = (t["tall"].astype(np.float64) for t in (tree, grads))
-        case = Case(optimizer.make, tree, devices(form))
+        case = own_case(optimizer, tree, devices(form))
         params, state = case.start()
         before = jax.tree.map(jax.typeof, (params, state, case.seen(params)))
         new, state, updates = case.step(params, state, case.grads(grads))
@@ -163,7 +162,7 @@ def test_steps_compile_once_and_keep_all_types(
     optimizer: Optimizer, n: int | None, explicit: bool, compilations: list[str]
 ) -> None:
     """Structure, shape, dtype, weak type and sharding, of parameters and state."""
-    case = Case(optimizer.make, draw(FEW, 0), n, explicit=explicit)
+    case = own_case(optimizer, draw(FEW, 0), n, explicit=explicit)
     grads = [case.grads(g) for g in few_grads(3)]
     params, state = case.start()
     first = (params, state)
@@ -241,7 +240,7 @@ def test_compiled_equals_eager(optimizer: Optimizer) -> None:
 
 @each_optimizer
 def test_compiled_equals_eager_on_owners(optimizer: Optimizer) -> None:
-    case = Case(optimizer.make, {"tall": draw(FEW, 0)["tall"]}, 2)
+    case = own_case(optimizer, {"tall": draw(FEW, 0)["tall"]}, 2)
     params, state = case.start()
     grads = case.grads({"tall": draw(FEW, 1)["tall"]})
     want = case.step(params, state, grads)
@@ -341,7 +340,7 @@ def test_inside_shard_map_it_equals_outside(optimizer: Optimizer) -> None:
 @each_optimizer
 @pytest.mark.parametrize("explicit", [True, False], ids=["explicit", "auto"])
 def test_the_update_moves_no_matrix(optimizer: Optimizer, explicit: bool) -> None:
-    case = Case(optimizer.make, draw(FEW, 0), 8, explicit=explicit)
+    case = own_case(optimizer, draw(FEW, 0), 8, explicit=explicit)
     params, state = case.start()
     grads = case.grads(few_grads(1)[0])
     found = mfsdp.audit(jax.jit(case.tx.update), grads, state, case.seen(params))
@@ -380,7 +379,7 @@ def test_a_tree_of_any_kind(optimizer: Optimizer, form: str, kind: str) -> None:
     """Every leaf moves as it does among others."""
     tree = KINDS[kind]
     want, _ = few_case(optimizer, "single").run(few_grads(2))
-    got, _ = Case(optimizer.make, tree(draw(FEW, 0)), devices(form)).run(map(tree, few_grads(2)))
+    got, _ = own_case(optimizer, tree(draw(FEW, 0)), devices(form)).run(map(tree, few_grads(2)))
     assert_trees_close(got, tree(want), atol=1e-5)
 
 
@@ -405,7 +404,7 @@ def test_a_dataclass_module(optimizer: Optimizer, form: str) -> None:
         return [Linear(tree["tall"], None), Linear(tree["w"], tree["bias"], "relu")]
 
     want, _ = few_case(optimizer, "single").run(few_grads(2))
-    got, _ = Case(optimizer.make, module(draw(FEW, 0)), devices(form)).run(
+    got, _ = own_case(optimizer, module(draw(FEW, 0)), devices(form)).run(
         [module(g) for g in few_grads(2)]
     )
     assert [layer.activation for layer in got] == ["tanh", "relu"]

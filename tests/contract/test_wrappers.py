@@ -131,7 +131,7 @@ def test_an_injected_learning_rate_changes_without_compiling(
         )
         return injected(optimizer.learning_rate)
 
-    case = Case(make, draw(FEW, 0), devices(form))
+    case = Case(make, draw(FEW, 0), devices(form), planned_for=optimizer.planned_for)
     params, state = case.start()
     want = few_case(optimizer, form).updates(few_grads(3))
     compilations.clear()

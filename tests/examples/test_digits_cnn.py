@@ -42,9 +42,9 @@ def test_the_run_leaves_its_files_and_the_loss_falls(tiny_run):
         assert len(losses) == 12
         assert losses[0] == pytest.approx(np.log(10), abs=0.3)
         assert losses[-1] < losses[0] - 0.05, name
-        assert list(result["validation_loss"]) == ["0.008"]
+        assert list(result["validation_loss"]) == ["0.016"]
         (accuracy,) = result["test_accuracy"]
-        assert f"{name}, rate 0.008: test accuracy {accuracy:.2%}" in shown
+        assert f"{name}, rate 0.016: test accuracy {accuracy:.2%}" in shown
         assert f"{name}, steps to 98% from each seed: [None]" in shown
     assert results["Shampoo"]["loss"] != results["AdamW"]["loss"]
 
