@@ -1323,9 +1323,13 @@ def test_what_a_preconditioner_cannot_take_raises_before_any_step(
     preconditioner: Any, message: str
 ) -> None:
     params = {"v": jax.ShapeDtypeStruct((4,), jnp.float32)}
-    with pytest.raises((ValueError, TypeError), match=message):
+
+    def build_and_trace(g: Any) -> Any:
         tx = mfsdp.shampoo(1e-2, rules=[rules.tensor("v")], preconditioner=preconditioner)
-        jax.eval_shape(lambda g: tx.update(g, tx.init(g), g), params)
+        return tx.update(g, tx.init(g), g)
+
+    with pytest.raises((ValueError, TypeError), match=message):
+        jax.eval_shape(build_and_trace, params)
 
 
 @pytest.mark.parametrize("method", METHODS)
