@@ -121,7 +121,7 @@ def plot(path: Path, runs: list[Run]) -> None:
         by_step.plot(curve["steps"], curve["held_out_loss"], color=color, label=label)
         by_time.plot(curve["seconds"], curve["held_out_loss"], color=color)
     by_step.set(xlabel="step", ylabel="held-out loss, nats per byte")
-    by_time.set(xlabel=f"seconds of training, {jax.device_count()} x {platform_name()}")
+    by_time.set(xlabel=f"seconds of training, {machine()}")
     by_step.legend(frameon=False)
     for axes in (by_step, by_time):
         axes.grid(color="0.92")
@@ -130,9 +130,9 @@ def plot(path: Path, runs: list[Run]) -> None:
     figure.savefig(path, dpi=100)
 
 
-def platform_name() -> str:
-    kind = jax.devices()[0].device_kind
-    return "simulated CPU device" if kind == "cpu" else kind
+def machine() -> str:
+    kind, count = jax.devices()[0].device_kind, jax.device_count()
+    return f"{count} simulated CPU devices" if kind == "cpu" else f"{count} x {kind}"
 
 
 def main() -> None:
@@ -140,7 +140,7 @@ def main() -> None:
     console = Console(width=80, highlight=False)
     table = Table("", "held out", "ms per step, median", "compile s", box=box.SIMPLE_HEAD)
     results: dict[str, Any] = {
-        "machine": f"{jax.device_count()} x {platform_name()}, {platform.machine()}",
+        "machine": f"{machine()}, {platform.machine()}",
         "jax": jax.__version__,
     }
     for run in runs:
