@@ -85,7 +85,7 @@ class SecondOrderOracle:
     ``due(step, name, block)`` says where a block is decomposed; by default in step ``start`` and
     then in the multiples of ``frequency``. ``graft`` is None, ``"sgd"`` or a ``Graft``.
     ``schedule_free`` is ``(train coefficient, power)``, ``momentum`` that of a sum of directions.
-    ``skip_first`` (SOAP): the first gradient builds factors and basis, and nothing moves.
+    ``skip_first`` (SOAP): the first gradient builds factors and basis, its direction is zero.
     """
 
     kind: Literal["shampoo", "soap"]
@@ -132,9 +132,6 @@ class SecondOrderOracle:
             if self.decay_type == "l2":
                 g, own = g + own * p, 0.0
             direction = self._direction(name, g)
-            if self.skip_first and self.count == 1:
-                new[name] = p
-                continue
             if self.schedule_free:
                 new[name] = self._averaged(name, p, direction, lr, own, power)
                 continue

@@ -322,14 +322,7 @@ def test_the_list_of_cases() -> None:
     assert set(NOT_MET) < set(ENTRIES)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name == "block4" else ())
-        for name in ENTRIES
-        if name not in NOT_MET
-    ],
-)
+@pytest.mark.parametrize("name", [name for name in ENTRIES if name not in NOT_MET])
 def test_every_step_of_the_reference(name: str) -> None:
     with x64(name):
         replay = Replay(name)

@@ -363,10 +363,8 @@ def test_in_a_skipped_first_step_only_weight_decay_acts() -> None:
     params = draw_any(SQUARE, 0)
     run = Run("single", make("soap", first_step="skip", weight_decay=0.5), params)
     got = run.step(gradients(1, SQUARE)[0])
-    rate = float((params["w"] / got["w"]).flat[0])
-    assert rate > 1
     for name in ("w", "cube"):
-        np.testing.assert_allclose(got[name] * rate, params[name], rtol=1e-5)
+        np.testing.assert_allclose(got[name], params[name] * (1 - 0.02 * 0.5), rtol=1e-6)
 
 
 def kronecker_states(state: mfsdp.ShampooState) -> list[Any]:
