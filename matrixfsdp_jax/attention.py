@@ -18,7 +18,7 @@ from matrixfsdp_jax.owner.collectives import manual_over
 from matrixfsdp_jax.owner.params import OwnerLayout, OwnerParams
 from matrixfsdp_jax.owner.routed import Routes, check_owned, refuse_rules, row_outputs
 from matrixfsdp_jax.owner.update import on_owners
-from matrixfsdp_jax.transforms.muon import check_number
+from matrixfsdp_jax.transforms.checks import check_number
 from matrixfsdp_jax.transforms.qk_clip import (
     AttentionWeight,
     HeadTables,

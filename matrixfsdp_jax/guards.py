@@ -9,7 +9,7 @@ import optax
 from matrixfsdp_jax.owner.params import OwnerLayout
 from matrixfsdp_jax.owner.routed import check_owned
 from matrixfsdp_jax.owner.update import all_finite, global_norm
-from matrixfsdp_jax.transforms.muon import check_number, check_transformation
+from matrixfsdp_jax.transforms.checks import check_number, check_transformation
 
 PyTree = Any
 

@@ -21,18 +21,10 @@ from matrixfsdp_jax.owner.routed import (
     slot_tables,
 )
 from matrixfsdp_jax.owner.update import on_owners
-from matrixfsdp_jax.transforms.muon import (
-    MomentumRule,
-    check_flags,
-    check_number,
-    check_transformation,
-    decay,
-    decay_stacks,
-    orthogonalize_stacks,
-    scale_by_momentum,
-    scale_stacks,
-)
+from matrixfsdp_jax.transforms.checks import check_flags, check_number, check_transformation
+from matrixfsdp_jax.transforms.muon import MomentumRule, orthogonalize_stacks, scale_by_momentum
 from matrixfsdp_jax.transforms.scaling import scale_fn
+from matrixfsdp_jax.transforms.stacks import decay, decay_stacks, scale_stacks
 from matrixfsdp_jax.transforms.variants import MuonVariant
 
 PyTree = Any

@@ -36,17 +36,11 @@ from matrixfsdp_jax.transforms.averaging import (
     averaged_step,
     classic_momentum,
 )
+from matrixfsdp_jax.transforms.checks import check_flags, check_number, check_transformation
 from matrixfsdp_jax.transforms.kronecker import EigenvalueCorrected, RootInverse
-from matrixfsdp_jax.transforms.muon import (
-    check_flags,
-    check_number,
-    check_transformation,
-    decay,
-    decay_stacks,
-    per_slot,
-)
 from matrixfsdp_jax.transforms.refresh import FirstRefresh, Schedule
 from matrixfsdp_jax.transforms.shampoo import ShampooOptions, precondition_stacks
+from matrixfsdp_jax.transforms.stacks import decay, decay_stacks, per_slot
 
 PyTree = Any
 ScalarOrSchedule = Any

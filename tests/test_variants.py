@@ -14,7 +14,7 @@ import matrixfsdp_jax as mfsdp
 from matrixfsdp_jax.layout import rules
 from matrixfsdp_jax.linalg.algorithms import ALGORITHMS
 from matrixfsdp_jax.linalg.orthogonalize import orthogonalize
-from matrixfsdp_jax.transforms.muon import decay
+from matrixfsdp_jax.transforms.stacks import decay
 from matrixfsdp_jax.transforms.variants import SecondMomentState
 from tests.models import make_mesh
 from tests.oracle import MuonOracle, newton_schulz, polar

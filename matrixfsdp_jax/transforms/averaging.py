@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from matrixfsdp_jax.transforms.muon import check_number, wide
+from matrixfsdp_jax.transforms.checks import check_number
+from matrixfsdp_jax.transforms.stacks import wide
 
 PyTree = Any
 ScalarOrSchedule = Any

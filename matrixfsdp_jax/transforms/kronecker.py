@@ -20,8 +20,9 @@ from matrixfsdp_jax.linalg.roots import (
     eigenvalue_powers,
     inverse_root,
 )
-from matrixfsdp_jax.transforms.muon import wide
+from matrixfsdp_jax.transforms.checks import check_dtype
 from matrixfsdp_jax.transforms.preconditioners import Context, correction, weight
+from matrixfsdp_jax.transforms.stacks import wide
 
 PyTree = Any
 Exponents = Mapping[int, float | Mapping[int, float]]
@@ -43,13 +44,8 @@ class _Kronecker:
 
         Raises: ValueError, naming the dtype.
         """
-        if self.factor_dtype is None:
-            return
-        dtype = jnp.dtype(self.factor_dtype)
-        if dtype.name not in ("float32", "float64"):
-            raise ValueError(f"factor_dtype={dtype.name!r} must be float32 or float64")
-        if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-            raise ValueError("factor_dtype='float64' needs JAX's x64 mode: jax.enable_x64(True)")
+        if self.factor_dtype is not None:
+            check_dtype("factor_dtype", self.factor_dtype, ("float32", "float64"))
 
     def dims(self, order: int) -> tuple[int, ...]:
         """The dims of a block of ``order`` that have a factor."""

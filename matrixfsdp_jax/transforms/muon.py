@@ -6,22 +6,19 @@ on ``{class key: [..., W, m, n]}``.
 Reference: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
 """
 
-from collections.abc import Callable, Mapping
 from functools import partial
-from numbers import Real
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from matrixfsdp_jax.linalg.orthogonalize import orthogonalize
+from matrixfsdp_jax.transforms.checks import check_dtype, check_flags, check_number
+from matrixfsdp_jax.transforms.stacks import wide
 
 PyTree = Any
 ScalarOrSchedule = Any
-Tables = Mapping[str, np.ndarray]
-Local = Callable[[np.ndarray], jax.Array]
 MomentumRule = Literal["ema", "sum"]
 
 
@@ -70,7 +67,10 @@ def scale_by_momentum(
             f'and momentum_rule="ema", got momentum={momentum!r} and '
             f"momentum_rule={momentum_rule!r}"
         )
-    momentum_dtype = _checked_dtype(momentum_dtype)
+    if momentum_dtype is not None:
+        # Eight bits would underflow.
+        allowed = ("bfloat16", "float16", "float32", "float64")
+        momentum_dtype = check_dtype("momentum_dtype", momentum_dtype, allowed)
 
     def init(params: PyTree) -> MuonState:
         def zeros(p: Any) -> jax.Array:
@@ -99,22 +99,6 @@ def scale_by_momentum(
         return jax.tree.map(direction, updates, averaged), MuonState(count, mu)
 
     return optax.GradientTransformation(init, update)
-
-
-def _checked_dtype(dtype: Any) -> Any:
-    """A dtype that can hold a momentum: 8 bits underflow, 64 bits need JAX's x64 mode."""
-    if dtype is None:
-        return None
-    allowed = ("bfloat16", "float16", "float32", "float64")
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        found = None
-    if found is None or found.name not in allowed:
-        raise ValueError(f"momentum_dtype={dtype!r} must be one of {allowed}, or None")
-    if jax.dtypes.canonicalize_dtype(found) != found:
-        raise ValueError("momentum_dtype='float64' needs JAX's x64 mode: jax.enable_x64(True)")
-    return found
 
 
 def orthogonalize_stacks(
@@ -165,143 +149,7 @@ def orthogonalize_stacks(
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def scale_stacks(factors: Tables, local: Local) -> optax.GradientTransformation:
-    """Multiply every matrix by its own factor.
-
-    Args:
-      factors: class key -> float table ``[N, W]``, one factor per slot.
-      local: the part of such a table that belongs to the stacks at hand.
-    """
-
-    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
-        del params
-        return per_slot(updates, factors, local), state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-
-
-def decay(
-    weight_decay: ScalarOrSchedule, mask: Any = None, *, cautious: bool = False
-) -> optax.GradientTransformation:
-    """``optax.add_decayed_weights``; with ``cautious`` only where it does not oppose the update.
-
-    Args:
-      weight_decay: a number, or a schedule of the number of updates already made.
-      mask: as in optax.
-      cautious: decay only entries whose update has the sign of the parameter, or is zero.
-
-    Reference: Chen et al., "Cautious Weight Decay", arXiv 2510.12402, 2025.
-    """
-    if isinstance(weight_decay, Real) and weight_decay == 0:
-        return optax.identity()
-    plain = optax.add_decayed_weights(weight_decay, mask)
-
-    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
-        if params is None:
-            raise ValueError("weight decay needs the parameters: tx.update(grads, state, params)")
-        params = jax.tree.map(lambda p: p.astype(wide(p.dtype)), params)
-        if cautious:
-            # Signs, because a product may underflow.
-            params = jax.tree.map(
-                lambda u, p: jnp.where(jnp.sign(u) * jnp.sign(p) >= 0, p, jnp.zeros_like(p)),
-                updates,
-                params,
-            )
-        return plain.update(updates, state, params)
-
-    return optax.GradientTransformation(plain.init, update)
-
-
-def decay_stacks(
-    weight_decay: ScalarOrSchedule, factors: Tables, local: Local, *, cautious: bool = False
-) -> optax.GradientTransformation:
-    """Add ``weight_decay * factor * params`` to the updates.
-
-    Stands before ``scale_stacks``, with factors divided by its own. The sum then has one product;
-    of two, the compiler may fuse either with the addition, and the last bit would depend on the
-    number of devices.
-
-    Args:
-      weight_decay: a number, or a schedule of the number of updates already made.
-      factors: class key -> float table ``[N, W]``, 0 where a matrix is not decayed.
-      local: as in ``scale_stacks``.
-      cautious: as in ``decay``.
-    """
-    plain = decay(weight_decay, cautious=cautious)
-
-    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
-        scaled = params if params is None else per_slot(params, factors, local)
-        return plain.update(updates, state, scaled)
-
-    return optax.GradientTransformation(plain.init, update)
-
-
-def per_slot(stacks: dict[str, Any], tables: Tables, local: Local) -> dict[str, Any]:
-    """Every matrix times the number of its slot, in float32 or wider."""
-
-    def times(key: str, stack: Any) -> Any:
-        if isinstance(stack, optax.MaskedNode):
-            return stack
-        dtype = wide(stack.dtype)
-        factor = local(tables[key]).astype(dtype)
-        return stack.astype(dtype) * jnp.expand_dims(factor, range(factor.ndim, stack.ndim))
-
-    return {key: times(key, stack) for key, stack in stacks.items()}
-
-
-def wide(dtype: Any) -> Any:
-    """The dtype in which optimizer arithmetic on ``dtype`` is done: at least float32."""
-    return jnp.promote_types(jnp.float32, dtype)
-
-
 def _bias_corrections(beta: Any, count: jax.Array, nesterov: bool) -> tuple[Any, Any]:
     """Divisors of the averaged and of the gradient part (``optax.contrib.muon``'s convention)."""
     averaged = 1 - beta ** (count + 1 if nesterov else count)
     return averaged, 1 - beta**count
-
-
-def check_number(
-    name: str,
-    value: Any,
-    *,
-    low: float,
-    below: float | None = None,
-    above_low: bool = False,
-    schedule: bool = False,
-) -> None:
-    """Refuse what is no number in its range; jax arrays (and schedules, if allowed) pass.
-
-    Raises:
-      TypeError: for another type.
-      ValueError: for a Python or numpy number outside its range. Both name argument and value.
-    """
-    if isinstance(value, jax.Array) or (schedule and callable(value)):
-        return
-    if isinstance(value, (bool, np.bool)) or not isinstance(value, Real):
-        kind = "a number or a schedule" if schedule else "a number"
-        raise TypeError(f"{name}={value!r} must be {kind}, got {type(value).__name__}")
-    x = float(value)
-    in_range = (x > low if above_low else x >= low) and (below is None or x < below)
-    if not (np.isfinite(x) and in_range):
-        bounds = f"> {low}" if above_low else f">= {low}"
-        bounds += "" if below is None else f" and < {below}"
-        raise ValueError(f"{name}={value} must be a finite number {bounds}")
-
-
-def check_flags(**flags: Any) -> None:
-    """Refuse what is no bool.
-
-    Raises: TypeError, naming argument and value.
-    """
-    for name, value in flags.items():
-        if not isinstance(value, (bool, np.bool)):
-            raise TypeError(f"{name}={value!r} must be True or False")
-
-
-def check_transformation(name: str, tx: Any) -> None:
-    """Refuse what is no optax transformation.
-
-    Raises: TypeError, naming the argument.
-    """
-    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-        raise TypeError(f"{name}={tx!r} must be an optax transformation, such as optax.adamw(3e-4)")

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from matrixfsdp_jax.linalg.orthogonalize import orthogonalize
-from matrixfsdp_jax.transforms.muon import check_number
+from matrixfsdp_jax.transforms.checks import check_number
 
 PyTree = Any
 

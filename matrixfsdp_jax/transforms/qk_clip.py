@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from matrixfsdp_jax.transforms.muon import Local, Tables, wide
+from matrixfsdp_jax.transforms.stacks import Local, Tables, wide
 from matrixfsdp_jax.transforms.variants import along_outputs
 
 PyTree = Any

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from matrixfsdp_jax.transforms.muon import Local
+from matrixfsdp_jax.transforms.stacks import Local
 
 PyTree = Any
 FirstRefresh = Literal["all", "spread"]

@@ -21,9 +21,10 @@ import optax
 from matrixfsdp_jax.layout.phases import Units
 from matrixfsdp_jax.linalg.roots import PseudoInverse
 from matrixfsdp_jax.transforms.blocking import Blocking
-from matrixfsdp_jax.transforms.muon import Local, check_number, wide
+from matrixfsdp_jax.transforms.checks import check_number
 from matrixfsdp_jax.transforms.preconditioners import Context
 from matrixfsdp_jax.transforms.refresh import Schedule, UnitTables, refresh_units, unit_table
+from matrixfsdp_jax.transforms.stacks import Local, wide
 
 PyTree = Any
 # Added to the norm of the preconditioned direction under grafting, as in the reference.

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import optax
 
 from matrixfsdp_jax.linalg.batching import matrix_by_matrix
-from matrixfsdp_jax.transforms.muon import Local, Tables, check_number, check_transformation, wide
+from matrixfsdp_jax.transforms.checks import check_number, check_transformation
+from matrixfsdp_jax.transforms.stacks import Local, Tables, wide
 
 PyTree = Any
 MakeAfter = Callable[[Tables, Local], optax.GradientTransformation]

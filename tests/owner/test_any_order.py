@@ -13,7 +13,8 @@ from matrixfsdp_jax.layout.rules import route
 from matrixfsdp_jax.owner.canonical import on_canonical
 from matrixfsdp_jax.owner.routed import decay_tables, route_owned, route_tree, slot_tables
 from matrixfsdp_jax.owner.update import on_owners
-from matrixfsdp_jax.transforms.muon import decay_stacks, scale_by_momentum, scale_stacks
+from matrixfsdp_jax.transforms.muon import scale_by_momentum
+from matrixfsdp_jax.transforms.stacks import decay_stacks, scale_stacks
 from tests.models import make_mesh
 from tests.owner.test_params import assert_placed, assert_same_bits, random_bits
 
