@@ -106,7 +106,7 @@ def _check_layout(mu: PyTree, layout: OwnerLayout | None) -> None:
 
 
 def _only_momentum(state: PyTree) -> MuonState:
-    found = [s for s in jax.tree.leaves(state, is_leaf=_is_own) if _is_own(s)]
+    found = tree_leaves.states_of(MuonState, state)
     if len(found) != 1:
         raise ValueError(
             f"the state holds {len(found)} states of mfsdp.muon, expected one; import into each "
@@ -120,10 +120,7 @@ def _is_own(x: Any) -> bool:
 
 
 def _optax_momenta(source: PyTree) -> tuple[dict[str, Any], int]:
-    def is_theirs(x: Any) -> bool:
-        return isinstance(x, optax.contrib.MuonState)
-
-    found = [s for s in jax.tree.leaves(source, is_leaf=is_theirs) if is_theirs(s)]
+    found = tree_leaves.states_of(optax.contrib.MuonState, source)
     if len(found) != 1:
         raise ValueError(
             f"the source holds {len(found)} states of optax.contrib.muon, expected one (or the "

@@ -1,52 +1,31 @@
-"""Shampoo and SOAP: they only assemble transforms, routes and a layout."""
+"""Shampoo and SOAP: arguments and their documentation; ``assembly.py`` builds them."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from numbers import Real
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
-import numpy as np
 import optax
 
-from matrixfsdp_jax.layout.costs import method
-from matrixfsdp_jax.layout.phases import refresh_phases
-from matrixfsdp_jax.layout.spec import Plan
-from matrixfsdp_jax.owner.canonical import on_canonical
+from matrixfsdp_jax.assembly import (
+    Averaging,
+    Core,
+    FirstStep,
+    WeightDecayType,
+    direction,
+    eigenvalue_corrected,
+    make_options,
+)
+from matrixfsdp_jax.layout.leaves import is_masked, states_of
 from matrixfsdp_jax.owner.params import OwnerLayout, OwnerParams
-from matrixfsdp_jax.owner.present import (
-    on_present_leaves,
-    on_present_stacks,
-    present_tables,
-)
-from matrixfsdp_jax.owner.routed import (
-    Routes,
-    decay_tables,
-    mask_of,
-    refuse_rules,
-    route_owned,
-    route_tree,
-)
-from matrixfsdp_jax.owner.update import Local, on_owners
 from matrixfsdp_jax.transforms.averaging import (
     AveragingState,
-    ClassicMomentum,
     GeneralizedPrimalAveraging,
     ScheduleFree,
-    averaged_step,
-    classic_momentum,
 )
-from matrixfsdp_jax.transforms.checks import check_flags, check_number, check_transformation
 from matrixfsdp_jax.transforms.kronecker import EigenvalueCorrected, RootInverse
-from matrixfsdp_jax.transforms.refresh import FirstRefresh, Schedule
-from matrixfsdp_jax.transforms.shampoo import ShampooOptions, precondition_stacks
-from matrixfsdp_jax.transforms.stacks import decay, decay_stacks, per_slot
+from matrixfsdp_jax.transforms.refresh import FirstRefresh
 
 PyTree = Any
 ScalarOrSchedule = Any
-FirstStep = Literal["update", "skip"]
-WeightDecayType = Literal["decoupled", "l2", "corrected", "independent"]
-Averaging = ClassicMomentum | GeneralizedPrimalAveraging | ScheduleFree
 
 
 def shampoo(
@@ -147,7 +126,7 @@ def shampoo(
       Data-Parallel PyTorch Implementation of the Distributed Shampoo Optimizer", arXiv 2309.06497,
       2023. Defazio et al., "The Road Less Scheduled", arXiv 2405.15682, 2024.
     """
-    options = _options(
+    options = make_options(
         betas,
         beta3,
         epsilon,
@@ -161,7 +140,7 @@ def shampoo(
         RootInverse() if preconditioner is None else preconditioner,
         grafting,
     )
-    core = _Core(
+    core = Core(
         options,
         learning_rate,
         weight_decay,
@@ -252,7 +231,7 @@ def soap(
       Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam", arXiv 2409.11321, 2024,
       and its code; facebookresearch/optimizers (eigenvalue-corrected Shampoo).
     """
-    options = _options(
+    options = make_options(
         betas,
         beta3,
         epsilon,
@@ -263,11 +242,11 @@ def soap(
         stagger,
         first_refresh,
         use_bias_correction,
-        _eigenvalue_corrected(preconditioner),
+        eigenvalue_corrected(preconditioner),
         grafting,
         first_step,
     )
-    core = _Core(
+    core = Core(
         options,
         learning_rate,
         weight_decay,
@@ -300,7 +279,7 @@ def scale_by_shampoo(
     See ``shampoo`` for the arguments. Leaves that are not preconditioned pass unchanged, frozen
     ones get a zero update.
     """
-    options = _options(
+    options = make_options(
         betas,
         beta3,
         epsilon,
@@ -314,7 +293,7 @@ def scale_by_shampoo(
         RootInverse() if preconditioner is None else preconditioner,
         grafting,
     )
-    return _direction(options, layout, rules)
+    return direction(options, layout, rules)
 
 
 def scale_by_soap(
@@ -336,7 +315,7 @@ def scale_by_soap(
     grafting: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of ``soap`` without decay, averaging and rate; see there for the arguments."""
-    options = _options(
+    options = make_options(
         betas,
         beta3,
         epsilon,
@@ -347,11 +326,11 @@ def scale_by_soap(
         stagger,
         first_refresh,
         use_bias_correction,
-        _eigenvalue_corrected(preconditioner),
+        eigenvalue_corrected(preconditioner),
         grafting,
         first_step,
     )
-    return _direction(options, layout, rules)
+    return direction(options, layout, rules)
 
 
 def averaged_params(
@@ -368,262 +347,17 @@ def averaged_params(
       ``X = Y + (1 - 1 / train_interp_coeff) (Z - Y)`` in the structure and dtypes of ``params``;
       leaves that are not averaged as they are.
     """
-
-    def is_state(x: Any) -> bool:
-        return isinstance(x, AveragingState)
-
-    found = [s for s in jax.tree.leaves(state, is_leaf=is_state) if is_state(s)]
+    found = states_of(AveragingState, state)
     if len(found) != 1:
         raise ValueError(f"the state holds {len(found)} iterate averages, expected one")
     z = found[0].z
     factor = 1 - 1 / iterate_averaging.train_interp_coeff
 
     def averaged(z: Any, y: Any) -> Any:
-        if isinstance(z, optax.MaskedNode):
+        if is_masked(z):
             return y
         return (y.astype(z.dtype) + factor * (z - y.astype(z.dtype))).astype(y.dtype)
-
-    def is_masked(x: Any) -> bool:
-        return isinstance(x, optax.MaskedNode)
 
     if isinstance(params, OwnerParams):
         return params._replace(stacks=jax.tree.map(averaged, z, params.stacks, is_leaf=is_masked))
     return jax.tree.map(averaged, z, params, is_leaf=is_masked)
-
-
-def _options(
-    betas: tuple[float, float],
-    beta3: float | None,
-    epsilon: float,
-    max_preconditioner_dim: float,
-    target_parameter_dimensionality: float,
-    precondition_frequency: int,
-    start_preconditioning_step: int | None,
-    stagger: bool,
-    first_refresh: FirstRefresh,
-    use_bias_correction: bool,
-    preconditioner: Any,
-    grafting: Any,
-    first_step: FirstStep = "update",
-) -> ShampooOptions:
-    check_flags(stagger=stagger, use_bias_correction=use_bias_correction)
-    if first_step not in get_args(FirstStep):
-        raise ValueError(f"first_step={first_step!r} must be one of {get_args(FirstStep)}")
-    skip = first_step == "skip"
-    start = start_preconditioning_step
-    if start is None:
-        start = 1 if skip else precondition_frequency
-    if skip and (start != 1 or first_refresh != "all"):
-        raise ValueError(
-            'first_step="skip" builds the basis in step 1, so it needs '
-            'start_preconditioning_step=1 (or None) and first_refresh="all"'
-        )
-    return ShampooOptions(
-        betas,
-        betas[0] if beta3 is None and isinstance(betas, tuple | list) else beta3,
-        epsilon,
-        max_preconditioner_dim,
-        target_parameter_dimensionality,
-        use_bias_correction,
-        preconditioner,
-        grafting,
-        Schedule(precondition_frequency, start, stagger, first_refresh),
-        skip,
-    )
-
-
-def _eigenvalue_corrected(preconditioner: Any) -> EigenvalueCorrected:
-    if preconditioner is None:
-        return EigenvalueCorrected()
-    if not isinstance(preconditioner, EigenvalueCorrected):
-        raise TypeError(
-            f"preconditioner={preconditioner!r} must be a mfsdp.EigenvalueCorrected; other kinds "
-            "belong to mfsdp.shampoo"
-        )
-    return preconditioner
-
-
-def _direction(
-    options: ShampooOptions, layout: OwnerLayout | None, rules: Any
-) -> optax.GradientTransformationExtraArgs:
-    if layout is None:
-        return route_tree(
-            lambda routes, _: _precondition_tree(routes, options),
-            optax.identity(),
-            rules,
-            "shampoo",
-        )
-    refuse_rules(rules)
-    _refuse_transposed(layout.plan)
-    tx = on_owners(lambda local: precondition(layout.plan, local, options), layout)
-    return route_owned(tx, optax.identity(), layout)
-
-
-@dataclass(frozen=True)
-class _Core:
-    """All but the routes, for both forms of the parameters."""
-
-    options: ShampooOptions
-    learning_rate: ScalarOrSchedule
-    weight_decay: ScalarOrSchedule
-    weight_decay_type: WeightDecayType
-    peak_learning_rate: float | None
-    averaging: Averaging | None
-
-    def __post_init__(self) -> None:
-        """Bad options raise here, at construction, and not in the step."""
-        check_number("learning_rate", self.learning_rate, low=0.0, schedule=True)
-        check_number("weight_decay", self.weight_decay, low=0.0, schedule=True)
-        if self.weight_decay_type not in get_args(WeightDecayType):
-            raise ValueError(
-                f"weight_decay_type={self.weight_decay_type!r} must be one of "
-                f"{get_args(WeightDecayType)}"
-            )
-        if not isinstance(self.averaging, Averaging | None):
-            raise TypeError(
-                f"iterate_averaging={self.averaging!r} must be mfsdp.ClassicMomentum(), "
-                "GeneralizedPrimalAveraging(), ScheduleFree() or None"
-            )
-        peaked = self.weight_decay_type in ("corrected", "independent")
-        if peaked and self.peak_learning_rate is None:
-            if not isinstance(self.learning_rate, Real):
-                raise ValueError(
-                    f"weight_decay_type={self.weight_decay_type!r} with a learning rate that is "
-                    "no number needs peak_learning_rate"
-                )
-            object.__setattr__(self, "peak_learning_rate", float(self.learning_rate))
-        if peaked and not self.peak_learning_rate:
-            raise ValueError(
-                f"peak_learning_rate={self.peak_learning_rate} (by default the learning_rate) "
-                f"must be above 0 for weight_decay_type={self.weight_decay_type!r}"
-            )
-
-    def optimizer(
-        self, layout: OwnerLayout | None, rules: Any, mask: Any, rest: Any
-    ) -> optax.GradientTransformationExtraArgs:
-        """For owner params of a layout, or for the user's own tree."""
-        rest = optax.adamw(3e-4) if rest is None else rest
-        check_transformation("rest", rest)
-        if layout is None:
-
-            def on_tree(routes: Routes, tree: PyTree) -> optax.GradientTransformation:
-                # A function sees the whole tree here; optax would hide the rest from it.
-                own = self.on_tree(routes, mask_of(tree, mask))
-                return on_present_leaves(own, tree)
-
-            return route_tree(on_tree, rest, rules, "shampoo")
-        refuse_rules(rules)
-        _refuse_transposed(layout.plan)
-        kept = decay_tables(layout, mask, lambda matrix: 1.0)
-
-        def stacks(local: Local, **numbers: Any) -> optax.GradientTransformation:
-            own = replace(self, **numbers).on_stacks(layout.plan, kept, local)
-            return on_present_stacks(own, local)
-
-        numbers = {"learning_rate": self.learning_rate, "weight_decay": self.weight_decay}
-        tx = on_owners(stacks, layout, **numbers)
-
-        def update(
-            updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
-        ) -> tuple[PyTree, PyTree]:
-            if extra.get("present") is not None:
-                extra["present"] = present_tables(layout, extra["present"])
-            return tx.update(updates, state, params, **extra)
-
-        return route_owned(optax.GradientTransformationExtraArgs(tx.init, update), rest, layout)
-
-    def on_stacks(
-        self, plan: Plan, kept: dict[str, np.ndarray], local: Local
-    ) -> optax.GradientTransformation:
-        def shrunk(z: PyTree, factor: Any) -> PyTree:
-            return jax.tree.map(lambda x, d: x - factor * d, z, per_slot(z, kept, local))
-
-        return self._chain(
-            precondition(plan, local, self.options),
-            lambda amount: decay_stacks(amount, kept, local),
-            shrunk,
-        )
-
-    def on_tree(self, routes: Routes, mask: PyTree) -> optax.GradientTransformation:
-        def shrunk(z: PyTree, factor: Any) -> PyTree:
-            def part(keep: bool, z: PyTree) -> PyTree:
-                return jax.tree.map(lambda x: x - factor * x, z) if keep else z
-
-            return jax.tree.map(part, mask, z)
-
-        packed = _precondition_tree(routes, self.options)
-        return self._chain(packed, lambda amount: decay(amount, mask), shrunk)
-
-    def _chain(
-        self,
-        precondition: optax.GradientTransformation,
-        decayed: Callable[[ScalarOrSchedule], optax.GradientTransformation],
-        shrunk: Callable[[PyTree, Any], PyTree],
-    ) -> optax.GradientTransformation:
-        """The parts of a step in their order; ``decayed`` adds decay, ``shrunk`` applies it."""
-        coupled = self.weight_decay_type == "l2"
-        amount = self._decay()
-        none = isinstance(self.weight_decay, Real) and self.weight_decay == 0
-        steps = [precondition]
-        if coupled and not none:
-            steps = [decayed(amount), precondition]
-        if isinstance(self.averaging, GeneralizedPrimalAveraging | ScheduleFree):
-
-            def shrink(z: PyTree, lr: Any, count: jax.Array) -> PyTree:
-                return z if coupled or none else shrunk(z, lr * _at(amount, count))
-
-            return optax.chain(*steps, averaged_step(self.averaging, self.learning_rate, shrink))
-        if not coupled and not none:
-            steps.append(decayed(amount))
-        if self.averaging is not None:
-            steps.append(classic_momentum(self.averaging))
-        return optax.chain(*steps, optax.scale_by_learning_rate(self.learning_rate))
-
-    def _decay(self) -> ScalarOrSchedule:
-        """The weight decay before it is multiplied by the learning rate."""
-        decay, rate, peak = self.weight_decay, self.learning_rate, self.peak_learning_rate
-        if self.weight_decay_type in ("decoupled", "l2"):
-            return decay
-        if self.weight_decay_type == "independent":
-            return lambda count: _at(decay, count) / peak
-        return lambda count: _at(decay, count) * _at(rate, count) / peak
-
-
-def precondition(plan: Plan, local: Local, options: ShampooOptions) -> optax.GradientTransformation:
-    """``precondition_stacks`` for the classes of a plan."""
-    shapes = {c.key: c.shape for c in plan.classes}
-    return precondition_stacks(shapes, _phase_tables(plan, options), local, options)
-
-
-def _phase_tables(plan: Plan, options: ShampooOptions) -> dict[str, list[np.ndarray]]:
-    """Per class and group of blocks the phase of every block ``[N, W, B]``, ``F`` in pads."""
-    num_phases = options.schedule.num_phases
-    units = {c.key: options.units(c.shape) for c in plan.classes}
-    names = {c.key: [matrix.name for matrix in c.matrices] for c in plan.classes}
-    phases = refresh_phases(names, units, num_phases)
-    tables = {}
-    for c in plan.classes:
-        lead = (c.num_devices, c.num_waves)
-        tables[c.key] = [np.full((*lead, blocks), num_phases) for blocks, _ in units[c.key]]
-        for matrix, slot in zip(c.matrices, c.slots, strict=True):
-            for table, own in zip(tables[c.key], phases[matrix.name], strict=True):
-                table[slot] = own
-    return tables
-
-
-def _precondition_tree(
-    routes: Routes, options: ShampooOptions
-) -> optax.GradientTransformationExtraArgs:
-    return on_canonical(lambda plan, local: precondition(plan, local, options), routes, "shampoo")
-
-
-def _refuse_transposed(plan: Plan) -> None:
-    if any(matrix.transposed for c in plan.classes for matrix in c.matrices):
-        raise ValueError(
-            f"the layout was planned for {method(plan.optimizer).name} and stores tall matrices "
-            'transposed; plan it with optimizer="shampoo" or "soap"'
-        )
-
-
-def _at(value: ScalarOrSchedule, count: jax.Array) -> Any:
-    return value(count) if callable(value) else value

@@ -16,6 +16,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from matrixfsdp_jax.layout.leaves import states_of
 from matrixfsdp_jax.owner import collectives, gradients
 from matrixfsdp_jax.owner.params import OwnerLayout, OwnerParams
 from matrixfsdp_jax.owner.update import global_norm
@@ -167,7 +168,7 @@ def train_step(
     Collectives: those of ``layout.gather``, per micro-batch (XLA moves the forward ones out of the
     loop over micro-batches); one scalar all-reduce each for the loss, its token count, and the two
     norms; those of ``tx`` (none for matrices); one all-reduce for the aux and one for the model
-    state.
+    state; for Shampoo and SOAP one scalar all-reduce per failure counter and group of blocks.
 
     Raises:
       ValueError: before any device work, if ``accumulate`` is not a positive integer, the batch
@@ -281,11 +282,7 @@ def eval_step(fn: Callable[..., Any], layout: OwnerLayout) -> Callable[..., Any]
 
 def _counters(state: PyTree) -> dict[str, dict[str, jax.Array]]:
     """The failure counters of all Shampoo and SOAP states in ``state``, over all devices."""
-
-    def is_shampoo(x: Any) -> bool:
-        return isinstance(x, ShampooState)
-
-    found = [s for s in jax.tree.leaves(state, is_leaf=is_shampoo) if is_shampoo(s)]
+    found = states_of(ShampooState, state)
     failures = [jnp.max(x) for s in found for x in jax.tree.leaves(s.failures)]
     nonfinite = [jnp.sum(x) for s in found for x in jax.tree.leaves(s.nonfinite)]
     if not failures:

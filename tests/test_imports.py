@@ -28,8 +28,9 @@ ALLOWED = {
     "guards": ("owner", "transforms"),
     "interop": ("layout", "owner", "transforms"),
     "presets": ("optimizers",),
-    "second_order": ("layout", "owner", "transforms"),
-    "training": ("owner", "transforms"),
+    "assembly": ("layout", "owner", "transforms"),
+    "second_order": ("assembly", "layout", "owner", "transforms"),
+    "training": ("layout", "owner", "transforms"),
     "__init__": (
         "attention",
         "audit",

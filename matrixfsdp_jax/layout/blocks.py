@@ -5,7 +5,7 @@ As in facebookresearch/optimizers ``distributed_shampoo``. Either limit may be `
 
 import itertools
 import math
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 Shape = tuple[int, ...]
 
@@ -38,27 +38,41 @@ def merge_dims(shape: Shape, max_dim: int | float, target: int | float) -> Shape
     return tuple(merged)
 
 
-def block_sizes(merged: Shape, max_dim: int | float) -> tuple[tuple[int, int, int], ...]:
-    """Per dim ``(size, count, tail)``: ``count`` blocks of ``size``, then one of ``tail`` if > 0.
+def pieces(dim: int, max_dim: int | float) -> list[tuple[int, int, int]]:
+    """How one merged dim is cut: ``(size, count, start)`` of the full pieces, then of the tail.
 
     Examples:
-      >>> block_sizes((10, 3), 4), block_sizes((10, 3), math.inf)
-      (((4, 2, 2), (3, 1, 0)), ((10, 1, 0), (3, 1, 0)))
+      >>> pieces(10, 4), pieces(8, 4), pieces(10, math.inf)
+      ([(4, 2, 0), (2, 1, 8)], [(4, 2, 0)], [(10, 1, 0)])
     """
-    sizes = [d if d <= max_dim else int(max_dim) for d in merged]
-    return tuple((size, *divmod(d, max(1, size))) for d, size in zip(merged, sizes, strict=True))
+    size = dim if dim <= max_dim else int(max_dim)
+    count, tail = divmod(dim, max(1, size))
+    full = [(size, count, 0)] if count else []
+    return full + ([(tail, 1, size * count)] if tail else [])
 
 
-def block_kinds(merged: Shape, max_dim: int | float) -> Iterator[tuple[Shape, int]]:
-    """Every shape of a block of a merged tensor, and how many blocks have it.
+@dataclass(frozen=True)
+class BlockGroup:
+    """All blocks of one shape: ``counts`` of them along the merged dims, from ``starts`` on."""
+
+    shape: Shape
+    counts: Shape
+    starts: Shape
+
+    @property
+    def num_blocks(self) -> int:
+        """``B``."""
+        return math.prod(self.counts)
+
+
+def block_groups(merged: Shape, max_dim: int | float) -> tuple[BlockGroup, ...]:
+    """The blocks of a merged tensor, in row-major order of the pieces.
 
     Examples:
-      >>> dict(block_kinds((10, 3), 4))
-      {(4, 3): 2, (2, 3): 1}
+      >>> [(group.shape, group.num_blocks) for group in block_groups((10, 3), 4)]
+      [((4, 3), 2), ((2, 3), 1)]
     """
-    sides = [
-        [(size, count), (tail, 1)] if tail else [(size, count)]
-        for size, count, tail in block_sizes(merged, max_dim)
-    ]
-    for kind in itertools.product(*sides):
-        yield tuple(size for size, _ in kind), math.prod(count for _, count in kind)
+    return tuple(
+        BlockGroup(*(tuple(piece[i] for piece in kind) for i in range(3)))
+        for kind in itertools.product(*(pieces(dim, max_dim) for dim in merged))
+    )

@@ -10,7 +10,7 @@ from functools import cache
 from math import prod
 from typing import Literal
 
-from matrixfsdp_jax.layout.blocks import block_kinds, merge_dims
+from matrixfsdp_jax.layout.blocks import block_groups, merge_dims
 from matrixfsdp_jax.layout.phases import Units
 from matrixfsdp_jax.layout.spec import LeafPlan, Plan, ShapeClass, TensorView, View, dtype_bytes
 
@@ -101,7 +101,9 @@ def shampoo_method(
     products, moments = {"shampoo": (1, 1), "soap": (3, 2)}[name]
 
     def blocks(dims: Dims) -> Iterator[tuple[Dims, int]]:
-        return block_kinds(merge_dims(dims, max_preconditioner_dim, target), max_preconditioner_dim)
+        merged = merge_dims(dims, max_preconditioner_dim, target)
+        for group in block_groups(merged, max_preconditioner_dim):
+            yield group.shape, group.num_blocks
 
     def flops(dims: Dims, _: int) -> int:
         multiplied = sum(count * prod(block) * sum(block) for block, count in blocks(dims))

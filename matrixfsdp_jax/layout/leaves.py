@@ -7,14 +7,16 @@ or ``optax.MaskedNode`` in place of a leaf.
 
 import re
 from collections import Counter
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.tree_util as jtu
 import numpy as np
+import optax
 
 from matrixfsdp_jax.layout.spec import Leaf
 
 PyTree = Any
+State = TypeVar("State")
 
 _BOX_FIELDS = ("value", "raw_value")
 
@@ -54,6 +56,25 @@ def describe(path: str, value: Any) -> Leaf:
         f"leaf {path!r} is a {type(value).__name__}, which has no shape and dtype; "
         "give arrays or jax.ShapeDtypeStruct"
     )
+
+
+def is_masked(x: Any) -> bool:
+    """Whether ``optax.masked`` has hidden a leaf here."""
+    return isinstance(x, optax.MaskedNode)
+
+
+def states_of(kind: type[State], state: PyTree) -> list[State]:
+    """All states of a kind in an optax state."""
+
+    def is_kind(x: Any) -> bool:
+        return isinstance(x, kind)
+
+    return [x for x in jtu.tree_leaves(state, is_leaf=is_kind) if is_kind(x)]
+
+
+def spread(prefix: PyTree, tree: PyTree) -> PyTree:
+    """The values of a prefix of ``tree`` at each of its leaves. ValueError if it is none."""
+    return jtu.tree_map(lambda value, part: jtu.tree_map(lambda _: value, part), prefix, tree)
 
 
 def natural_key(path: str) -> tuple[tuple[int, int, str], ...]:

@@ -41,7 +41,7 @@ def spread_waves(
     for _ in range(_MAX_DESCENTS // num_devices**2):
         if deal.unevenness()[0] <= _EVEN_ENOUGH:
             break
-        before, slots = deal.unevenness(), deal.devices
+        before, slots = deal.unevenness(), list(deal.devices)
         deal.disturb(random)
         deal.descend()
         if deal.unevenness() > before:
@@ -59,8 +59,7 @@ class _Deal:
         self._items = [slot for slots, _ in classes for slot in slots]
         self.devices = [device for device, _ in self._items]
         self._work = [work for _, works in classes for work in works]
-        self._empty = [[0.0] * len(self._work[0]) for _ in range(num_devices)]
-        self._load = self._empty
+        self._load = [[0.0] * len(self._work[0]) for _ in range(num_devices)]
         first = itertools.accumulate(self._sizes, initial=0)
         self.waves: list[list[int]] = []
         for start, (slots, _) in zip(first, classes, strict=False):
@@ -97,7 +96,8 @@ class _Deal:
 
     def set(self, devices: list[int]) -> None:
         """Give every matrix to the device named for it."""
-        self.devices, self._load = devices, self._empty
+        self.devices = devices
+        self._load = [[0.0] * len(own) for own in self._load]
         for device, work in zip(devices, self._work, strict=True):
             self._add(device, work, 1)
 
@@ -127,7 +127,6 @@ class _Deal:
         a, b = self.devices[i], self.devices[j]
         for where, item, sign in ((a, i, -1), (b, j, -1), (a, j, 1), (b, i, 1)):
             self._add(where, self._work[item], sign)
-        self.devices = list(self.devices)
         self.devices[i], self.devices[j] = b, a
 
     def slots(self) -> list[tuple[Slot, ...]]:
@@ -136,7 +135,6 @@ class _Deal:
         return [tuple(itertools.islice(new, size)) for size in self._sizes]
 
     def _add(self, device: int, work: Work, sign: int) -> None:
-        self._load = list(self._load)
         self._load[device] = [a + sign * b for a, b in zip(self._load[device], work, strict=True)]
 
     def _after(self, work: Work, device: int) -> tuple[float, float, int]:

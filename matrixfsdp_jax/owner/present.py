@@ -5,6 +5,7 @@ one is said by the extra argument ``present`` of ``update``: a tree (or prefix) 
 be traced.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,15 +15,17 @@ import optax
 
 from matrixfsdp_jax.layout import leaves as tree_leaves
 from matrixfsdp_jax.owner.params import OwnerLayout
+from matrixfsdp_jax.owner.routed import canonical_shapes
 from matrixfsdp_jax.owner.update import Local
 
 PyTree = Any
+Test = Callable[[Any], bool]
+Choice = Callable[[Any, Any], Any]
 
 
 def present_tables(layout: OwnerLayout, present: PyTree) -> dict[str, jax.Array]:
     """Class key -> ``[N, W]``, whether the leaf of a slot has a gradient; pads have none."""
-    shapes = [jax.ShapeDtypeStruct(lp.leaf.shape, lp.leaf.dtype) for lp in layout.plan.leaves]
-    flags = jax.tree.leaves(_spread(present, jax.tree.unflatten(layout.treedef, shapes)))
+    flags = jax.tree.leaves(_spread(present, canonical_shapes(layout)))
     tables = {}
     for c in layout.plan.classes:
         own = jnp.stack([jnp.asarray(flags[matrix.leaf], bool) for matrix in c.matrices])
@@ -35,42 +38,24 @@ def on_present_stacks(
     tx: optax.GradientTransformation, local: Local
 ) -> optax.GradientTransformationExtraArgs:
     """A stack transform that leaves slots alone where ``present`` (a dict of tables) is false."""
-    tx = optax.with_extra_args_support(tx)
 
-    def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, *, present: Any = None, **extra: Any
-    ) -> tuple[PyTree, PyTree]:
-        new, new_state = tx.update(updates, state, params, **extra)
-        if present is None:
-            return new, new_state
+    def choose(present: Any, updates: PyTree) -> tuple[Test, Choice]:
         flags = {key: local(table) for key, table in present.items()}
 
         def per_class(x: Any) -> bool:
             return isinstance(x, dict) and set(x) == set(updates)
 
-        def chosen(new: Any, old: Any) -> Any:
-            if not per_class(new):
-                return new
-            return {key: _where(flags[key], new[key], old[key]) for key in new}
+        return per_class, lambda new, old: {k: _where(flags[k], new[k], old[k]) for k in new}
 
-        zeros = jax.tree.map(jnp.zeros_like, new)
-        return chosen(new, zeros), jax.tree.map(chosen, new_state, state, is_leaf=per_class)
-
-    return optax.GradientTransformationExtraArgs(tx.init, update)
+    return _on_present(tx, choose)
 
 
 def on_present_leaves(
     tx: optax.GradientTransformation, whole: PyTree
 ) -> optax.GradientTransformationExtraArgs:
     """The same on the user's own tree; ``whole`` is the tree for which ``present`` is given."""
-    tx = optax.with_extra_args_support(tx)
 
-    def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, *, present: Any = None, **extra: Any
-    ) -> tuple[PyTree, PyTree]:
-        new, new_state = tx.update(updates, state, params, **extra)
-        if present is None:
-            return new, new_state
+    def choose(present: Any, updates: PyTree) -> tuple[Test, Choice]:
         paths, flags, _ = tree_leaves.flatten(_spread(present, whole))
         flag = {path: jnp.asarray(f, bool) for path, f in zip(paths, flags, strict=True)}
         own, _, treedef = tree_leaves.flatten(updates)
@@ -82,12 +67,32 @@ def on_present_leaves(
             if jax.tree.structure(new) == treedef:
                 pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), own, strict=True)
                 return treedef.unflatten([_where(flag[p], a, b) for a, b, p in pairs])
-            if by_leaf(new):
-                return {path: _where(flag[path], new[path], old[path]) for path in new}
-            return new
+            return {path: _where(flag[path], new[path], old[path]) for path in new}
 
-        zeros = jax.tree.map(jnp.zeros_like, new)
-        return chosen(new, zeros), jax.tree.map(chosen, new_state, state, is_leaf=by_leaf)
+        return by_leaf, chosen
+
+    return _on_present(tx, choose)
+
+
+def _on_present(
+    tx: optax.GradientTransformation, choose: Callable[[Any, PyTree], tuple[Test, Choice]]
+) -> optax.GradientTransformationExtraArgs:
+    """``choose(present, updates)``: what of a tree is by parameter, and its new or old values."""
+    tx = optax.with_extra_args_support(tx)
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, *, present: Any = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        new, new_state = tx.update(updates, state, params, **extra)
+        if present is None:
+            return new, new_state
+        by_parameter, chosen = choose(present, updates)
+
+        def kept(new: Any, old: Any) -> Any:
+            return chosen(new, old) if by_parameter(new) else new
+
+        still = chosen(new, jax.tree.map(jnp.zeros_like, new))
+        return still, jax.tree.map(kept, new_state, state, is_leaf=by_parameter)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
@@ -95,7 +100,7 @@ def on_present_leaves(
 def _spread(present: PyTree, tree: PyTree) -> PyTree:
     """``present`` with a flag at every leaf of ``tree``."""
     try:
-        return jax.tree.map(lambda flag, part: jax.tree.map(lambda _: flag, part), present, tree)
+        return tree_leaves.spread(present, tree)
     except ValueError as error:
         raise ValueError(
             "present is no prefix of the parameter tree: give a bool for each leaf, in the "

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 from matrixfsdp_jax.layout.costs import Method
+from matrixfsdp_jax.layout.leaves import spread, states_of
 from matrixfsdp_jax.layout.rules import route
 from matrixfsdp_jax.layout.spec import Leaf, LeafRoute, Matrix, Plan, ShapeClass, is_inexact
 from matrixfsdp_jax.owner.canonical import is_placeholder
@@ -119,10 +120,7 @@ def route_tree(
             raise TypeError(
                 "got owner params, but the optimizer was built without their layout; give layout="
             )
-        masked = any(
-            isinstance(x, optax.MaskedNode)
-            for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
-        )
+        masked = bool(states_of(optax.MaskedNode, tree))
         routed = (
             []
             if is_placeholder(tree)
@@ -178,21 +176,25 @@ def mask_of(tree: PyTree, mask: Any) -> PyTree:
     return mask
 
 
+def canonical_shapes(layout: OwnerLayout) -> PyTree:
+    """The user's own tree that was planned, of shapes and dtypes."""
+    shapes = [jax.ShapeDtypeStruct(lp.leaf.shape, lp.leaf.dtype) for lp in layout.plan.leaves]
+    return jax.tree.unflatten(layout.treedef, shapes)
+
+
 def decay_tables(
     layout: OwnerLayout, mask: Any, factor: Callable[[Matrix], float]
 ) -> dict[str, np.ndarray]:
     """The weight-decay mask, given in canonical names, as 0 or 1 over the factor of each slot."""
-    shapes = [jax.ShapeDtypeStruct(lp.leaf.shape, lp.leaf.dtype) for lp in layout.plan.leaves]
-    tree = jax.tree.unflatten(layout.treedef, shapes)
+    tree = canonical_shapes(layout)
     mask = mask_of(tree, mask)
     try:
-        spread = jax.tree.map(lambda keep, part: jax.tree.map(lambda _: keep, part), mask, tree)
+        keep = jax.tree.leaves(spread(mask, tree))
     except ValueError as error:
         raise ValueError(
             "weight_decay_mask is not a prefix of the parameter tree that was planned "
             f"({error}); give booleans in the structure of the parameters, or a function of them"
         ) from error
-    keep = jax.tree.leaves(spread)
     return slot_tables(layout.plan.classes, lambda m: keep[m.leaf] / factor(m))
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
+from matrixfsdp_jax.layout.leaves import is_masked
 from matrixfsdp_jax.owner import collectives
 from matrixfsdp_jax.owner.params import OwnerLayout, OwnerParams
 
@@ -128,10 +129,6 @@ def _total(
 
 def _where_masked(tree: PyTree, other: PyTree) -> PyTree:
     """``other`` with the leaves hidden that ``optax.masked`` has hidden in ``tree``."""
-
-    def is_masked(x: Any) -> bool:
-        return isinstance(x, optax.MaskedNode)
-
     return jax.tree.map(lambda x, o: x if is_masked(x) else o, tree, other, is_leaf=is_masked)
 
 

@@ -3,8 +3,6 @@
 Shape legend: ``...`` leading dims of a stack (devices, waves), ``B`` blocks of one shape.
 """
 
-import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,21 +10,7 @@ from functools import cached_property
 import jax
 import jax.numpy as jnp
 
-from matrixfsdp_jax.layout.blocks import block_sizes, merge_dims
-
-
-@dataclass(frozen=True)
-class BlockGroup:
-    """All blocks of one shape: ``counts`` of them along the merged dims, from ``starts`` on."""
-
-    shape: tuple[int, ...]
-    counts: tuple[int, ...]
-    starts: tuple[int, ...]
-
-    @property
-    def num_blocks(self) -> int:
-        """``B``."""
-        return math.prod(self.counts)
+from matrixfsdp_jax.layout.blocks import BlockGroup, block_groups, merge_dims, pieces
 
 
 @dataclass(frozen=True)
@@ -48,21 +32,9 @@ class Blocking:
         return merge_dims(self.dims, self.max_dim, self.target)
 
     @cached_property
-    def _pieces(self) -> list[list[tuple[int, int, int]]]:
-        """Per merged dim its kinds of pieces ``(size, count, start)``: the full, then the tail."""
-        pieces = []
-        for size, count, tail in block_sizes(self.merged, self.max_dim):
-            kinds = [(size, count, 0)] if count else []
-            pieces.append(kinds + ([(tail, 1, size * count)] if tail else []))
-        return pieces
-
-    @cached_property
     def groups(self) -> tuple[BlockGroup, ...]:
         """The groups, in row-major order of the kinds of pieces."""
-        return tuple(
-            BlockGroup(*(tuple(p[i] for p in kinds) for i in range(3)))
-            for kinds in itertools.product(*self._pieces)
-        )
+        return block_groups(self.merged, self.max_dim)
 
     def split(self, x: jax.Array) -> tuple[jax.Array, ...]:
         """``[..., *dims]`` to one ``[..., B, *shape]`` per group, blocks in row-major order."""
@@ -76,7 +48,7 @@ class Blocking:
         lead = parts[0].shape[: parts[0].ndim - 1 - len(group.shape)]
         whole = [self._whole(x, lead, g) for x, g in zip(parts, self.groups, strict=True)]
         for dim in reversed(range(len(self.merged))):
-            kinds = len(self._pieces[dim])
+            kinds = len(pieces(self.merged[dim], self.max_dim))
             axis = len(lead) + dim
             whole = [
                 jnp.concatenate(whole[i : i + kinds], axis) if kinds > 1 else whole[i]

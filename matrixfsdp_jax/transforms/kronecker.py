@@ -5,8 +5,10 @@ Each is a record of options with the methods that ``transforms/preconditioners.p
 Shape legend: ``...`` devices and waves, ``B`` blocks, ``k`` a preconditioned dim of a block.
 """
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +21,7 @@ from matrixfsdp_jax.linalg.roots import (
     EighRoot,
     eigenvalue_powers,
     inverse_root,
+    matmul,
 )
 from matrixfsdp_jax.transforms.checks import check_dtype
 from matrixfsdp_jax.transforms.preconditioners import Context, correction, weight
@@ -115,9 +118,30 @@ class _Kronecker:
             a = a * jnp.maximum(jnp.trace(a), ctx.epsilon) ** -self.trace_scaling_exponent
         return a
 
+    def _refreshed(
+        self,
+        factors: tuple[jax.Array, ...],
+        kept: Iterable[Any],
+        decompose: Callable[[jax.Array, Any, int], tuple[Any, jax.Array]],
+        ctx: Context,
+    ) -> tuple[list[Any], jax.Array, jax.Array]:
+        """What is kept of every factor of one unit, anew where its decomposition is ok.
+
+        ``decompose(a, old, dim)`` is ``(new, ok)``, both new and old a tuple of arrays. Returns the
+        new tuples, whether all were ok, and whether all factors were finite.
+        """
+        news, oks, finites = [], [], []
+        for factor, old, dim in zip(factors, kept, self.dims(ctx.order), strict=True):
+            a = self._normalized(factor, ctx)
+            new, ok = decompose(a, old, dim)
+            news.append(jax.tree.map(partial(jnp.where, ok), new, old))
+            oks.append(ok)
+            finites.append(jnp.all(jnp.isfinite(a)))
+        return news, jnp.all(jnp.stack(oks)), jnp.all(jnp.stack(finites))
+
 
 @dataclass(frozen=True)
-class _Roots(_Kronecker):
+class _Roots(_Kronecker, ABC):
     """Kinds that multiply by a root of every factor.
 
     ``kl``: the KL update: for the statistic of a dim the gradient is first multiplied by the
@@ -141,8 +165,9 @@ class _Roots(_Kronecker):
     def direction(self, state: Any, m: jax.Array, ctx: Context) -> jax.Array:
         return multiply(m, self._current_roots(state, ctx), self.dims(ctx.order), ctx.order)
 
+    @abstractmethod
     def _current_roots(self, state: Any, ctx: Context) -> tuple[jax.Array, ...]:
-        raise NotImplementedError
+        """The root of every factor, ``[..., B, k, k]``."""
 
 
 class RootInverseState(NamedTuple):
@@ -162,14 +187,12 @@ class RootInverse(_Roots):
         return RootInverseState(self._zeros(zeros, order), self._identities(zeros, order))
 
     def refresh(self, unit: RootInverseState, ctx: Context) -> tuple[Any, jax.Array, jax.Array]:
-        roots, oks, finites = [], [], []
-        for factor, old, dim in zip(unit.factors, unit.roots, self.dims(ctx.order), strict=True):
-            a = self._normalized(factor, ctx)
-            new, ok = inverse_root(a, self.exponent(ctx.order, dim), ctx.epsilon, self.root)
-            finites.append(jnp.all(jnp.isfinite(a)))
-            oks.append(ok)
-            roots.append(jnp.where(ok, new, old))
-        return unit._replace(roots=tuple(roots)), all_true(oks), all_true(finites)
+        def decompose(a: jax.Array, _: Any, dim: int) -> tuple[Any, jax.Array]:
+            root, ok = inverse_root(a, self.exponent(ctx.order, dim), ctx.epsilon, self.root)
+            return (root,), ok
+
+        news, ok, finite = self._refreshed(unit.factors, zip(unit.roots), decompose, ctx)
+        return unit._replace(roots=tuple(root for (root,) in news)), ok, finite
 
     def _current_roots(self, state: RootInverseState, ctx: Context) -> tuple[jax.Array, ...]:
         return state.roots
@@ -197,16 +220,14 @@ class Eigendecomposed(_Roots):
         )
 
     def refresh(self, unit: EigendecomposedState, ctx: Context) -> tuple[Any, jax.Array, jax.Array]:
-        vectors, values, oks, finites = [], [], [], []
-        for factor, old, old_values in zip(unit.factors, unit.vectors, unit.values, strict=True):
-            a = self._normalized(factor, ctx)
-            new_values, new, ok = eigenbasis(a, old, ctx.epsilon, self.basis)
-            finites.append(jnp.all(jnp.isfinite(a)))
-            oks.append(ok)
-            vectors.append(jnp.where(ok, new, old))
-            values.append(jnp.where(ok, new_values, old_values))
-        new_unit = unit._replace(vectors=tuple(vectors), values=tuple(values))
-        return new_unit, all_true(oks), all_true(finites)
+        def decompose(a: jax.Array, old: Any, _: int) -> tuple[Any, jax.Array]:
+            values, vectors, ok = eigenbasis(a, old[0], ctx.epsilon, self.basis)
+            return (vectors, values), ok
+
+        kept = zip(unit.vectors, unit.values, strict=True)
+        news, ok, finite = self._refreshed(unit.factors, kept, decompose, ctx)
+        vectors, values = zip(*news, strict=True)
+        return unit._replace(vectors=vectors, values=values), ok, finite
 
     def _current_roots(self, state: EigendecomposedState, ctx: Context) -> tuple[jax.Array, ...]:
         roots = []
@@ -215,7 +236,7 @@ class Eigendecomposed(_Roots):
             powers = eigenvalue_powers(
                 values, self.exponent(ctx.order, dim), ctx.epsilon, self.basis.rank_deficiency
             )
-            roots.append(_matmul(q * powers[..., None, :], jnp.swapaxes(q, -1, -2)))
+            roots.append(matmul(q * powers[..., None, :], jnp.swapaxes(q, -1, -2)))
         return tuple(roots)
 
 
@@ -266,14 +287,12 @@ class EigenvalueCorrected(_Kronecker):
     def refresh(
         self, unit: EigenvalueCorrectedState, ctx: Context
     ) -> tuple[Any, jax.Array, jax.Array]:
-        vectors, oks, finites = [], [], []
-        for factor, old in zip(unit.factors, unit.vectors, strict=True):
-            a = self._normalized(factor, ctx)
-            _, new, ok = eigenbasis(a, old, ctx.epsilon, self.basis)
-            finites.append(jnp.all(jnp.isfinite(a)))
-            oks.append(ok)
-            vectors.append(jnp.where(ok, new, old))
-        return unit._replace(vectors=tuple(vectors)), all_true(oks), all_true(finites)
+        def decompose(a: jax.Array, old: Any, _: int) -> tuple[Any, jax.Array]:
+            _, vectors, ok = eigenbasis(a, old[0], ctx.epsilon, self.basis)
+            return (vectors,), ok
+
+        news, ok, finite = self._refreshed(unit.factors, zip(unit.vectors), decompose, ctx)
+        return unit._replace(vectors=tuple(q for (q,) in news)), ok, finite
 
     def finish(self, state: EigenvalueCorrectedState, g: jax.Array, ctx: Context) -> Any:
         rotated = self._rotated(state, g, ctx)
@@ -301,7 +320,7 @@ def contract(g: jax.Array, order: int, dim: int) -> jax.Array:
     first = g.ndim - order
     rows = jnp.moveaxis(g, first + dim, first)
     rows = rows.reshape(*rows.shape[: first + 1], -1)
-    return _matmul(rows, jnp.swapaxes(rows, -1, -2))
+    return matmul(rows, jnp.swapaxes(rows, -1, -2))
 
 
 def multiply(x: jax.Array, factors: Any, dims: Any, order: int) -> jax.Array:
@@ -314,15 +333,6 @@ def multiply(x: jax.Array, factors: Any, dims: Any, order: int) -> jax.Array:
         first = x.ndim - order
         y = jnp.moveaxis(x.astype(factor.dtype), first + dim, -1)
         flat = y.reshape(*y.shape[:first], -1, y.shape[-1])
-        y = _matmul(flat, factor).reshape(y.shape)
+        y = matmul(flat, factor).reshape(y.shape)
         x = jnp.moveaxis(y, -1, first + dim)
     return x.astype(dtype)
-
-
-def all_true(flags: list[jax.Array]) -> jax.Array:
-    """One bool; true for no flags."""
-    return jnp.all(jnp.stack(flags)) if flags else jnp.asarray(True)
-
-
-def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)

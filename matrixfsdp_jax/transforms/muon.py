@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from matrixfsdp_jax.layout.leaves import is_masked
 from matrixfsdp_jax.linalg.orthogonalize import orthogonalize
 from matrixfsdp_jax.transforms.checks import check_dtype, check_flags, check_number
 from matrixfsdp_jax.transforms.stacks import wide
@@ -139,7 +140,7 @@ def orthogonalize_stacks(
         del params
 
         def one(key: str, stack: jax.Array) -> jax.Array:
-            if isinstance(stack, optax.MaskedNode):
+            if is_masked(stack):
                 return stack
             with jax.named_scope(f"newton_schulz/{key}"):
                 return orthogonalize(stack, **options)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from matrixfsdp_jax.layout.leaves import is_masked
 from matrixfsdp_jax.transforms.stacks import Local, Tables, wide
 from matrixfsdp_jax.transforms.variants import along_outputs
 
@@ -117,7 +118,7 @@ def clip_stacks(tables: HeadTables, local: Local) -> optax.GradientTransformatio
         new = dict(updates)
         for key, index in tables.gamma.items():
             stack = updates[key]
-            if isinstance(stack, optax.MaskedNode):
+            if is_masked(stack):
                 continue
             factor = gammas[local(index)] ** local(tables.exponent[key]).astype(jnp.float32)
             rows = local(tables.row_outputs[key]) > 0

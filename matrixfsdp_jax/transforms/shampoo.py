@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from matrixfsdp_jax.layout.leaves import is_masked
 from matrixfsdp_jax.layout.phases import Units
 from matrixfsdp_jax.linalg.roots import PseudoInverse
 from matrixfsdp_jax.transforms.blocking import Blocking
@@ -159,7 +160,7 @@ def precondition_stacks(
         new, parts = dict(updates), {}
         for key, stack in updates.items():
             old = _ClassState(*(field[key] for field in state[1:]))
-            if isinstance(stack, optax.MaskedNode):
+            if is_masked(stack):
                 parts[key] = old
                 continue
             with jax.named_scope(f"shampoo/{key}"):
@@ -187,7 +188,7 @@ def _transposed(parts: Mapping[str, _ClassState]) -> list[dict[str, Any]]:
 
 
 def _init_class(blocking: Blocking, stack: Any, options: ShampooOptions) -> _ClassState:
-    if isinstance(stack, optax.MaskedNode):
+    if is_masked(stack):
         return _ClassState((), (), (), (), ())
     groups = []
     for zeros in blocking.split(jnp.zeros_like(stack, dtype=wide(stack.dtype))):

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from matrixfsdp_jax.layout.leaves import is_masked
+
 PyTree = Any
 ScalarOrSchedule = Any
 Tables = Mapping[str, np.ndarray]
@@ -95,7 +97,7 @@ def per_slot(stacks: dict[str, Any], tables: Tables, local: Local) -> dict[str, 
     """Every matrix times the number of its slot, in float32 or wider."""
 
     def times(key: str, stack: Any) -> Any:
-        if isinstance(stack, optax.MaskedNode):
+        if is_masked(stack):
             return stack
         dtype = wide(stack.dtype)
         factor = local(tables[key]).astype(dtype)

@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from matrixfsdp_jax.layout.leaves import is_masked
 from matrixfsdp_jax.linalg.batching import matrix_by_matrix
+from matrixfsdp_jax.linalg.norms import sum_of_squares
 from matrixfsdp_jax.transforms.checks import check_number, check_transformation
 from matrixfsdp_jax.transforms.stacks import Local, Tables, wide
 
@@ -138,8 +140,8 @@ def _second_moment(
         nu = b2 * nu + (1 - b2) * statistic(o, rows)
         out = o / (jnp.sqrt(spread(nu, o.shape, rows)) + eps)
         # A zero matrix keeps the norm 0 either way: 0 * sqrt(m) / eps.
-        target = frobenius_norm(o) if keep_norm else jnp.sqrt(jnp.asarray(o.shape[-2], o.dtype))
-        return out * (target / (frobenius_norm(out) + eps)), nu
+        target = sum_of_squares(o) if keep_norm else jnp.asarray(o.shape[-2], o.dtype)
+        return out * (jnp.sqrt(target) / (jnp.sqrt(sum_of_squares(out)) + eps)), nu
 
     def after(row_outputs: Tables, local: Local) -> optax.GradientTransformation:
         def zeros(stack: Any) -> jax.Array:
@@ -153,7 +155,7 @@ def _second_moment(
             del params
             new, nu = dict(updates), dict(state.nu)
             for key, stack in updates.items():
-                if isinstance(stack, optax.MaskedNode):
+                if is_masked(stack):
                     continue
                 rows = local(row_outputs[key]) > 0
                 o = stack.astype(nu[key].dtype)
@@ -175,8 +177,3 @@ def along_outputs(v: jax.Array, shape: tuple[int, ...], rows: jax.Array) -> jax.
     by_row = jnp.broadcast_to(v[..., :m, None], shape)
     by_col = jnp.broadcast_to(v[..., None, :n], shape)
     return jnp.where(rows[..., None, None], by_row, by_col)
-
-
-def frobenius_norm(x: jax.Array) -> jax.Array:
-    """``[..., 1, 1]`` of ``[..., m, n]``."""
-    return jnp.sqrt(jnp.sum(x * x, axis=(-2, -1), keepdims=True))

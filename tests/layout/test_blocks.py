@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from matrixfsdp_jax.layout.blocks import block_kinds, block_sizes, merge_dims
+from matrixfsdp_jax.layout.blocks import block_groups, merge_dims, pieces
 
 inf = math.inf
 
@@ -65,18 +65,17 @@ def test_merging_joins_neighbours_within_the_limits(shape, max_dim, target):
 
 
 @pytest.mark.parametrize(
-    ("merged", "max_dim", "sizes"),
+    ("dim", "max_dim", "want"),
     [
-        ((10, 3), 4, ((4, 2, 2), (3, 1, 0))),
-        ((8, 4), 4, ((4, 2, 0), (4, 1, 0))),
-        ((10, 3), inf, ((10, 1, 0), (3, 1, 0))),
-        ((3,), 1, ((1, 3, 0),)),
-        ((), 4, ()),
-        ((0,), 4, ((0, 0, 0),)),
+        (10, 4, [(4, 2, 0), (2, 1, 8)]),
+        (8, 4, [(4, 2, 0)]),
+        (10, inf, [(10, 1, 0)]),
+        (3, 1, [(1, 3, 0)]),
+        (0, 4, []),
     ],
 )
-def test_sizes_of_blocks(merged, max_dim, sizes):
-    assert block_sizes(merged, max_dim) == sizes
+def test_pieces_of_a_dim(dim, max_dim, want):
+    assert pieces(dim, max_dim) == want
 
 
 @given(st.lists(st.integers(1, 9), max_size=4).map(tuple), st.sampled_from([1, 2, 4, inf]))
@@ -86,4 +85,5 @@ def test_kinds_of_blocks_are_those_of_cutting_every_dim(merged, max_dim):
         return [min(step, d - start) for start in range(0, d, step)]
 
     want = Counter(itertools.product(*map(cut, merged)))
-    assert dict(block_kinds(merged, max_dim)) == want
+    groups = block_groups(merged, max_dim)
+    assert {group.shape: group.num_blocks for group in groups} == want

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from matrixfsdp_jax import second_order
 from matrixfsdp_jax.layout.costs import Method, costs, shampoo_method
 from matrixfsdp_jax.layout.planner import make_plan
 from matrixfsdp_jax.layout.refresh_report import refresh
@@ -94,7 +93,7 @@ def work_of_the_tables(plan, max_dim, frequency):
         schedule=Schedule(frequency, 1, stagger=True, first="all"),
     )
     work = np.zeros((plan.num_devices, frequency))
-    tables = second_order._phase_tables(plan, options)
+    tables = assembly.phase_tables(plan, options)
     for c in plan.classes:
         for group, table in zip(options.blocking(c.shape).groups, tables[c.key], strict=True):
             cost = sum(k**3 for k in group.shape)
