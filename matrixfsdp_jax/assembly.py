@@ -63,6 +63,7 @@ def make_options(
     grafting: Any,
     first_step: FirstStep = "update",
 ) -> ShampooOptions:
+    """The arguments of ``mfsdp.shampoo`` and ``mfsdp.soap``, checked, with defaults filled in."""
     check_flags(stagger=stagger, use_bias_correction=use_bias_correction)
     if first_step not in get_args(FirstStep):
         raise ValueError(f"first_step={first_step!r} must be one of {get_args(FirstStep)}")
@@ -90,6 +91,7 @@ def make_options(
 
 
 def eigenvalue_corrected(preconditioner: Any) -> EigenvalueCorrected:
+    """SOAP's preconditioner, by default a plain one. TypeError for another kind."""
     if preconditioner is None:
         return EigenvalueCorrected()
     if not isinstance(preconditioner, EigenvalueCorrected):
@@ -103,6 +105,7 @@ def eigenvalue_corrected(preconditioner: Any) -> EigenvalueCorrected:
 def direction(
     options: ShampooOptions, layout: OwnerLayout | None, rules: Any
 ) -> optax.GradientTransformationExtraArgs:
+    """The preconditioned direction alone, for owner params of a layout or the user's own tree."""
     if layout is None:
         return route_tree(
             lambda routes, _: _precondition_tree(routes, options),
@@ -192,6 +195,8 @@ class Core:
     def on_stacks(
         self, plan: Plan, kept: dict[str, np.ndarray], local: Local
     ) -> optax.GradientTransformation:
+        """For the stacks of a plan; ``kept``: 1 in the slots that are decayed, else 0."""
+
         def shrunk(z: PyTree, factor: Any) -> PyTree:
             return jax.tree.map(lambda x, d: x - factor * d, z, per_slot(z, kept, local))
 
@@ -202,6 +207,8 @@ class Core:
         )
 
     def on_tree(self, routes: Routes, mask: PyTree) -> optax.GradientTransformation:
+        """For a tree of preconditioned leaves; ``mask``: which are decayed."""
+
         def shrunk(z: PyTree, factor: Any) -> PyTree:
             def part(keep: bool, z: PyTree) -> PyTree:
                 return jax.tree.map(lambda x: x - factor * x, z) if keep else z

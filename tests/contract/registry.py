@@ -76,16 +76,33 @@ OPTIMIZERS = [
     Optimizer("scale_by_muon", mfsdp.scale_by_muon, direction_only=True),
     # On the CPU the default dtype is float32, in which the contract can be held tightly.
     Optimizer("moonshot", mfsdp.muon_like, {"ns_dtype": None}, ("moonshot",), decays=True),
+    Optimizer(
+        "shampoo", mfsdp.shampoo, SHAMPOO, learning_rate=0.1, planned_for="shampoo", **BLOCKED
+    ),
+    Optimizer("soap", mfsdp.soap, SOAP, learning_rate=0.05, planned_for="soap", **BLOCKED),
+    Optimizer(
+        "scale_by_shampoo",
+        mfsdp.scale_by_shampoo,
+        SHAMPOO,
+        learning_rate=0.1,
+        direction_only=True,
+        planned_for="shampoo",
+        **BLOCKED,
+    ),
+    Optimizer(
+        "scale_by_soap",
+        mfsdp.scale_by_soap,
+        SOAP,
+        learning_rate=0.05,
+        direction_only=True,
+        planned_for="soap",
+        **BLOCKED,
+    ),
 ]
 
 # Public functions that return a transformation, but are no optimizers.
 EXEMPT = {
     "clip_by_global_norm": "changes gradients; every optimizer is tested behind it",
     "qk_clip": "changes updates of attention weights alone; has tests of its own",
-    # Shampoo and SOAP need options and bounds of their own here.
-    "scale_by_shampoo": "tests/test_second_order.py holds it to oracles; not yet in this suite",
-    "scale_by_soap": "tests/test_second_order.py holds it to oracles; not yet in this suite",
-    "shampoo": "tests/test_second_order.py holds it to oracles; not yet in this suite",
-    "soap": "tests/test_second_order.py holds it to oracles; not yet in this suite",
     "skip_nonfinite": "wraps an optimizer; every optimizer is tested inside it",
 }

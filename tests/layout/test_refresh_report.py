@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from matrixfsdp_jax import assembly
 from matrixfsdp_jax.layout.costs import Method, costs, shampoo_method
 from matrixfsdp_jax.layout.planner import make_plan
 from matrixfsdp_jax.layout.refresh_report import refresh
