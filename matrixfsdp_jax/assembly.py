@@ -39,7 +39,7 @@ from matrixfsdp_jax.transforms.checks import check_flags, check_number, check_tr
 from matrixfsdp_jax.transforms.kronecker import EigenvalueCorrected
 from matrixfsdp_jax.transforms.refresh import FirstRefresh, Schedule
 from matrixfsdp_jax.transforms.shampoo import ShampooOptions, precondition_stacks
-from matrixfsdp_jax.transforms.stacks import decay, decay_stacks, per_slot
+from matrixfsdp_jax.transforms.stacks import Tables, decay, decay_stacks, per_slot
 
 PyTree = Any
 ScalarOrSchedule = Any
@@ -177,7 +177,8 @@ class Core:
         kept = decay_tables(layout, mask, lambda matrix: 1.0)
 
         def stacks(local: Local, **numbers: Any) -> optax.GradientTransformation:
-            own = replace(self, **numbers).on_stacks(layout.plan, kept, local)
+            direction = precondition(layout.plan, local, self.options)
+            own = replace(self, **numbers).on_stacks(direction, kept, local)
             return on_present_stacks(own, local)
 
         numbers = {"learning_rate": self.learning_rate, "weight_decay": self.weight_decay}
@@ -193,15 +194,15 @@ class Core:
         return route_owned(optax.GradientTransformationExtraArgs(tx.init, update), rest, layout)
 
     def on_stacks(
-        self, plan: Plan, kept: dict[str, np.ndarray], local: Local
+        self, precondition: optax.GradientTransformation, kept: Tables, local: Local
     ) -> optax.GradientTransformation:
-        """For the stacks of a plan; ``kept``: 1 in the slots that are decayed, else 0."""
+        """For stacks; ``kept``: 1 in the slots that are decayed, else 0."""
 
         def shrunk(z: PyTree, factor: Any) -> PyTree:
             return jax.tree.map(lambda x, d: x - factor * d, z, per_slot(z, kept, local))
 
         return self._chain(
-            precondition(plan, local, self.options),
+            precondition,
             lambda amount: decay_stacks(amount, kept, local),
             shrunk,
         )

@@ -157,7 +157,10 @@ class NewtonSchulzOrthogonalization:
 
     def __call__(self, m: jax.Array) -> jax.Array:
         rows, cols = m.shape[-2:]
-        out = orthogonalize(m, steps=self.steps, coefficients=self.coefficients, eps=1e-30)
+        # In the dtype of the averages on every device, as the reference.
+        out = orthogonalize(
+            m, steps=self.steps, coefficients=self.coefficients, eps=1e-30, dtype=m.dtype
+        )
         return self.scale(rows, cols) * out
 
 

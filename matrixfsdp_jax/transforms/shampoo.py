@@ -259,7 +259,9 @@ def _update_group(
     if options.skip_first:  # moments begin with the second gradient
         ctx = ctx._replace(step=jnp.maximum(ctx.step - 1, 1))
     moments = method.finish(own, g, ctx)
-    grafting = state.grafting if graft is None else graft.accumulate(state.grafting, g, ctx)
+    grafting = state.grafting
+    if graft is not None:  # never refreshed: a graft with factors keeps its first roots or basis
+        grafting = graft.finish(graft.accumulate(grafting, g, ctx), g, ctx)
     average, used = options.filter(state.filtered, g, ctx.step)
     direction = method.direction(moments, used, ctx)
     if graft is not None:

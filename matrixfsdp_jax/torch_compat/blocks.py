@@ -1,0 +1,68 @@
+"""Which block of which parameter: the cutting of the reference, block by block in its order."""
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+from matrixfsdp_jax.layout.blocks import Shape, merge_dims, pieces
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of a parameter of a group.
+
+    param: place of the parameter in its group. number: place of the block in its parameter, row
+    major. start, shape: where it lies in the merged parameter.
+    """
+
+    param: int
+    number: int
+    start: Shape
+    shape: Shape
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """What selects it from the merged parameter."""
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.shape, strict=True))
+
+    @property
+    def name(self) -> str:
+        """The reference's name in a state dict."""
+        return f"block_{self.number}"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a parameter of a shape is merged and cut; a parameter without elements has no blocks."""
+
+    merged: Shape
+    blocks: tuple[Block, ...]
+
+    def views(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The blocks of a tensor, as views of it."""
+        whole = tensor.view(self.merged)
+        return [whole[block.index] for block in self.blocks]
+
+
+def cut(param: int, shape: Shape, max_dim: float, target: float) -> Cut:
+    """The blocks of one parameter, ``max_preconditioner_dim`` and target as in the reference.
+
+    Examples:
+      >>> [b.shape for b in cut(0, (10, 3), 4, 2).blocks]
+      [(4, 3), (4, 3), (2, 3)]
+    """
+    merged = merge_dims(shape, max_dim, target)
+    sides = [
+        [
+            (start + i * size, size)
+            for size, count, start in pieces(d, max_dim)
+            for i in range(count)
+        ]
+        for d in merged
+    ]
+    blocks = tuple(
+        Block(param, number, tuple(start for start, _ in side), tuple(size for _, size in side))
+        for number, side in enumerate(itertools.product(*sides))
+    )
+    return Cut(merged, blocks)
