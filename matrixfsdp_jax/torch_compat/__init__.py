@@ -68,6 +68,7 @@ from matrixfsdp_jax.torch_compat.configs import (
     SVDOrthogonalizationConfig,
     WeightDecayType,
 )
+from matrixfsdp_jax.torch_compat.muon import Muon
 from matrixfsdp_jax.torch_compat.shampoo import DistributedShampoo, PreconditionerValueError
 
 __all__ = [
@@ -113,6 +114,7 @@ __all__ = [
     "IterateAveragingConfig",
     "LoadBalancingConfig",
     "MatrixFunctionConfig",
+    "Muon",
     "NewtonSchulzOrthogonalizationConfig",
     "OrthogonalizationConfig",
     "PerturbationConfig",

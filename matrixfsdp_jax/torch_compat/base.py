@@ -2,6 +2,7 @@
 
 import functools
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -39,7 +40,13 @@ class Group(ABC):
 
     @abstractmethod
     def marks(self) -> dict[str, torch.Tensor]:
-        """Tensors of the group that every parameter's state shows: at least the step."""
+        """Tensors of the group that the state of each of its parameters has."""
+
+    @property
+    def shown(self) -> dict[str, torch.Tensor]:
+        """What ``optimizer.state[p]`` shows between steps; ``state_dict()`` has the whole state."""
+        marks = self.marks()
+        return {name: marks[name] for name in marks.keys() & {"step", "train_mode"}}
 
 
 class JaxOptimizer(torch.optim.Optimizer, ABC):
@@ -74,7 +81,7 @@ class JaxOptimizer(torch.optim.Optimizer, ABC):
             group = self._make_group(options)
             self._groups.append(group)
             for p in options["params"]:
-                self.state[p]["step"] = group.marks()["step"]
+                self.state[p] |= group.shown
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.add_param_group``; under DDP to be called on all ranks."""
@@ -156,11 +163,11 @@ class JaxOptimizer(torch.optim.Optimizer, ABC):
             found = {i: given["state"].get(n, {}) for i, n in numbers.items()}
             group.load(found, options)
             for p in options["params"]:
-                self.state[p]["step"] = group.marks()["step"]
+                self.state[p] |= group.shown
 
     def __getstate__(self) -> dict[str, Any]:
         own = super().__getstate__()
-        own["state"] = {}
+        own["state"] = defaultdict(dict)
         own["saved"] = self.state_dict()
         return own
 

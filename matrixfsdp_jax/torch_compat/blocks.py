@@ -1,6 +1,7 @@
 """Which block of which parameter: the cutting of the reference, block by block in its order."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,11 +40,6 @@ class Cut:
     merged: Shape
     blocks: tuple[Block, ...]
 
-    def views(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The blocks of a tensor, as views of it."""
-        whole = tensor.view(self.merged)
-        return [whole[block.index] for block in self.blocks]
-
 
 def cut(param: int, shape: Shape, max_dim: float, target: float) -> Cut:
     """The blocks of one parameter, ``max_preconditioner_dim`` and target as in the reference.
@@ -66,3 +62,22 @@ def cut(param: int, shape: Shape, max_dim: float, target: float) -> Cut:
         for number, side in enumerate(itertools.product(*sides))
     )
     return Cut(merged, blocks)
+
+
+def views(params: Sequence[torch.Tensor], cuts: Sequence[Cut]) -> dict[Block, torch.Tensor]:
+    """Every block of the parameters, as a view of its parameter.
+
+    Raises: ValueError for strides under which the merged parameter is no view.
+    """
+    found: dict[Block, torch.Tensor] = {}
+    for p, own in zip(params, cuts, strict=True):
+        try:
+            whole = p.detach().view(own.merged)
+        except RuntimeError as error:
+            raise ValueError(
+                f"a parameter of shape {tuple(p.shape)} and strides {p.stride()} cannot be viewed "
+                f"as {own.merged}; make it contiguous before the optimizer is built, for example "
+                "by model.to(memory_format=torch.contiguous_format)"
+            ) from error
+        found |= {block: whole[block.index] for block in own.blocks}
+    return found

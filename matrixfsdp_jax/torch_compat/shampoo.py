@@ -18,7 +18,7 @@ from matrixfsdp_jax.layout.blocks import Shape
 from matrixfsdp_jax.layout.leaves import states_of
 from matrixfsdp_jax.torch_compat import crossing, ddp, records, state_layout
 from matrixfsdp_jax.torch_compat.base import Group, JaxOptimizer
-from matrixfsdp_jax.torch_compat.blocks import Block, cut
+from matrixfsdp_jax.torch_compat.blocks import Block, cut, views
 from matrixfsdp_jax.torch_compat.configs import (
     ConcurrencyConfig,
     DDPDistributedConfig,
@@ -200,7 +200,7 @@ class ShampooGroup(Group):
         config = options["distributed_config"]
         limits = options["max_preconditioner_dim"], config.target_parameter_dimensionality
         self._cuts = [cut(i, tuple(p.shape), *limits) for i, p in enumerate(params)]
-        self._views = self._targets(params)
+        self._views = views(params, self._cuts)
         self.blocks = list(self._views)
         self.exchange = None
         if isinstance(config, DDPDistributedConfig):
@@ -212,19 +212,6 @@ class ShampooGroup(Group):
         self._step = torch.zeros((), dtype=torch.int64)
         self._train = torch.ones((), dtype=torch.bool)
         self._nonfinite = 0
-
-    def _targets(self, params: list[torch.Tensor]) -> dict[Block, torch.Tensor]:
-        views: dict[Block, torch.Tensor] = {}
-        for p, own in zip(params, self._cuts, strict=True):
-            try:
-                views |= zip(own.blocks, own.views(p.detach()), strict=True)
-            except RuntimeError as error:
-                raise ValueError(
-                    f"a parameter of shape {tuple(p.shape)} and strides {p.stride()} cannot be "
-                    f"viewed as {own.merged}; make it contiguous before the optimizer is built, "
-                    "for example by model.to(memory_format=torch.contiguous_format)"
-                ) from error
-        return views
 
     # ---- the step ------------------------------------------------------------------------------
 

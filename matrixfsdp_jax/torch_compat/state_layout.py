@@ -69,7 +69,7 @@ def _visit_shampoo(state: ShampooState, visit: Visit) -> ShampooState:
 
         # Two diagonal moments have one name in the reference, where one of them is lost.
         both = hasattr(own, "nu") and hasattr(graft, "nu")
-        average = put(("filtered_grad",), average) if average != () else ()
+        average = () if isinstance(average, tuple) else put(("filtered_grad",), average)
         own = _visit_kind(own, put, ("preconditioner",) if both else ())
         graft = _visit_kind(graft, put, ("grafting",) if hasattr(graft, "factors") else ())
         for field, value in zip(new, (average, own, graft), strict=True):
