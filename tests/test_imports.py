@@ -30,7 +30,7 @@ ALLOWED = {
     "presets": ("optimizers",),
     "assembly": ("layout", "owner", "transforms"),
     "second_order": ("assembly", "layout", "owner", "transforms"),
-    "torch_compat": ("assembly", "layout", "linalg", "owner", "transforms"),
+    "torch_compat": ("assembly", "layout", "linalg", "owner", "second_order", "transforms"),
     "training": ("layout", "owner", "transforms"),
     "__init__": (
         "attention",

@@ -68,6 +68,7 @@ from matrixfsdp_jax.torch_compat.configs import (
     SVDOrthogonalizationConfig,
     WeightDecayType,
 )
+from matrixfsdp_jax.torch_compat.moving import JaxRun, from_jax, named_tree, to_jax
 from matrixfsdp_jax.torch_compat.muon import Muon
 from matrixfsdp_jax.torch_compat.shampoo import DistributedShampoo, PreconditionerValueError
 
@@ -112,6 +113,7 @@ __all__ = [
     "HSDPDistributedConfig",
     "HybridShardDistributedConfig",
     "IterateAveragingConfig",
+    "JaxRun",
     "LoadBalancingConfig",
     "MatrixFunctionConfig",
     "Muon",
@@ -137,4 +139,7 @@ __all__ = [
     "SingleDeviceDistributedConfig",
     "SpectralDescentPreconditionerConfig",
     "WeightDecayType",
+    "from_jax",
+    "named_tree",
+    "to_jax",
 ]

@@ -50,9 +50,13 @@ class Group(ABC):
 
 
 class JaxOptimizer(torch.optim.Optimizer, ABC):
-    """Groups, state dicts, closures and hooks; subclasses say what a group is."""
+    """Groups, state dicts, closures and hooks; subclasses say what a group is.
+
+    What a subclass sets before it calls ``__init__`` belongs to its copies too.
+    """
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self._own = dict(self.__dict__)
         self._groups: list[Group] = []
         self._built = False
         super().__init__(params, defaults)
@@ -168,7 +172,7 @@ class JaxOptimizer(torch.optim.Optimizer, ABC):
     def __getstate__(self) -> dict[str, Any]:
         own = super().__getstate__()
         own["state"] = defaultdict(dict)
-        own["saved"] = self.state_dict()
+        own["saved"] = self._own, self.state_dict()
         return own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -176,10 +180,15 @@ class JaxOptimizer(torch.optim.Optimizer, ABC):
         super().__setstate__(state)
         if saved is None:  # from load_state_dict: only options
             return
-        self.__dict__.setdefault("defaults", {})
+        self._own, state_dict = saved
+        self.__dict__.update(self._own)
         self._groups, self._built = [], True
         self._build(self.param_groups)
-        self.load_state_dict(saved)
+        self.load_state_dict(state_dict)
+        for group, packed in zip(self._groups, state_dict["param_groups"], strict=True):
+            entry = state_dict["state"][packed["params"][0]]
+            for name, mark in group.marks().items():  # the train or eval mode among them
+                mark.copy_(entry[name])
 
 
 class _hook:

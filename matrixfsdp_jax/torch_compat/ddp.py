@@ -6,6 +6,7 @@ bytes on, and all ranks send as many bytes as the fullest.
 """
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from matrixfsdp_jax.torch_compat.blocks import Block
 from matrixfsdp_jax.torch_compat.configs import DDPDistributedConfig
 
 _ALIGNMENT = 64  # bytes
+# The second name is deprecated where there is the first.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def deal(costs: Sequence[float], num_ranks: int) -> list[int]:
@@ -41,7 +44,7 @@ class Exchange:
       config: the reference's options.
       group: the process group whose ranks share the work.
 
-    Collectives: one ``all_gather_into_tensor`` per call of ``apply``.
+    Collectives: one all-gather of a tensor per call of ``apply``.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class Exchange:
         group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> None:
-        self.config, self._group, self._blocks = config, group, tuple(blocks)
+        self.config, self.group, self._blocks = config, group, tuple(blocks)
         self.num_ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
         dtype = config.communication_dtype
         meta = [torch.empty(b.shape, device="meta", dtype=dtype) for b in blocks]
@@ -103,7 +106,7 @@ class Exchange:
                 torch._foreach_add_([targets[b] for b in updates], list(updates.values()))
             sent = [targets[b] if whole else x for b, x in updates.items()]
             torch._foreach_copy_([self._sent[b] for b in updates], sent)
-        dist.all_gather_into_tensor(self._all, self._own, group=self._group)
+        _all_gather(self._all, self._own, group=self.group)
         if targets:
             received = [self._gathered[b] for b in targets]
             into = list(targets.values())
@@ -130,12 +133,24 @@ def check_world(size: int) -> None:
 
 
 def subgroup(size: int) -> dist.ProcessGroup | None:
-    """The group of this rank among groups of ``size`` consecutive ranks; None is the world."""
+    """The group of this rank among groups of ``size`` consecutive ranks; None is the world.
+
+    It waits for silent ranks as long as the world does.
+    """
     if size in (-1, dist.get_world_size()):
         return None
     first = dist.get_rank() // size * size
+    ranks = list(range(first, first + size))
     # Named by its ranks: groups made by all ranks at once may take each other's names.
-    return dist.new_group(list(range(first, first + size)), use_local_synchronization=True)
+    return dist.new_group(ranks, timeout=_patience(), use_local_synchronization=True)
+
+
+def _patience() -> timedelta | None:
+    """The timeout of the world, None if it cannot be known: then a new group has torch's own."""
+    world = dist.group.WORLD
+    assert world is not None  # it is initialised
+    backend = world._get_backend(world._device_types[0])
+    return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 def check_same(what: Any, device: torch.device) -> None:

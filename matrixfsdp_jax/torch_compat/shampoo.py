@@ -3,6 +3,7 @@
 import logging
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -166,9 +167,15 @@ class DistributedShampoo(JaxOptimizer):
         """Under iterate averaging: the average into the parameters; no ``step`` until ``train``."""
         self._each(lambda group, options: group.set_train_mode(options, train=False))
 
+    def groups(self) -> Iterator[tuple["ShampooGroup", Options]]:
+        """Every parameter group as this layer has it, with its options."""
+        for group, options in zip(self._groups, self.param_groups, strict=True):
+            assert isinstance(group, ShampooGroup)
+            yield group, options
+
     def _check(self, options: Options) -> None:
         _complete(options)
-        _core(options)  # the records check the rest
+        core_of(options)  # the records check the rest
 
     def _agree(self, groups: list[Options]) -> None:
         shared = [g for g in groups if isinstance(g["distributed_config"], DDPDistributedConfig)]
@@ -199,8 +206,9 @@ class ShampooGroup(Group):
         crossing.bind(device)
         config = options["distributed_config"]
         limits = options["max_preconditioner_dim"], config.target_parameter_dimensionality
-        self._cuts = [cut(i, tuple(p.shape), *limits) for i, p in enumerate(params)]
-        self._views = views(params, self._cuts)
+        self.max_dim = limits[0]
+        self.cuts = [cut(i, tuple(p.shape), *limits) for i, p in enumerate(params)]
+        self._views = views(params, self.cuts)
         self.blocks = list(self._views)
         self.exchange = None
         if isinstance(config, DDPDistributedConfig):
@@ -208,7 +216,7 @@ class ShampooGroup(Group):
             self.exchange = ddp.Exchange(self.blocks, config, group, device)
         own = self.blocks if self.exchange is None else self.exchange.own
         self._options = dict(options)
-        self.engine = Engine(own, params, [c.merged for c in self._cuts], self._make(options))
+        self.engine = Engine(own, params, [c.merged for c in self.cuts], self._make(options))
         self._step = torch.zeros((), dtype=torch.int64)
         self._train = torch.ones((), dtype=torch.bool)
         self._nonfinite = 0
@@ -280,7 +288,7 @@ class ShampooGroup(Group):
 
     def _scales(self, options: Options, grads: list[torch.Tensor | None]) -> dict[str, Any]:
         """What ``scale_fn`` gives, called in torch on the filtered gradient of every block."""
-        core = _core(options)
+        core = core_of(options)
         kinds = {"preconditioner": core.options.preconditioner, "grafting": core.options.grafting}
         scaled = {n: k for n, k in kinds.items() if isinstance(k, records.TorchScaledSign)}
         if not scaled or not self.engine.blocks:
@@ -318,7 +326,7 @@ class ShampooGroup(Group):
         return dims, phases, {key: np.ones((1, size)) for key, size in sizes.items()}
 
     def _make(self, options: Options) -> Make:
-        core = _core(options)
+        core = core_of(options)
 
         def make(
             stacks: Stacks, scales: dict[str, Any] | None = None, **numbers: Any
@@ -467,7 +475,7 @@ def _in_range(name: str, value: Any, good: bool, expected: str) -> None:
         raise ValueError(f"{name}={value!r} must be {expected}")
 
 
-def _core(options: Options) -> Core:
+def core_of(options: Options) -> Core:
     """The options as this package's records; every block is one tensor of its own."""
     shampoo = ShampooOptions(
         tuple(options["betas"]),
@@ -516,17 +524,26 @@ def _one_value(name: str, entries: dict[int, dict[str, Any]]) -> Any:
     return found.pop() if found else None
 
 
+def aliases(options: ShampooOptions, order: int) -> bool:
+    """Whether a direction of blocks of an order may be the stored average, in the reference."""
+    kinds = (options.preconditioner, options.grafting)
+    stored = options.beta3 == options.betas[0] > 0 and not options.use_bias_correction
+    return stored and any(_is_input(kind, order) for kind in kinds)
+
+
+def _is_input(kind: Any, order: int) -> bool:
+    """Whether the direction of a kind is what it is given."""
+    if isinstance(kind, RootInverse | Eigendecomposed):
+        return not kind.dims(order)
+    return isinstance(kind, SGDGrafting)
+
+
 def _aliased(
     tx: optax.GradientTransformation, options: ShampooOptions, dims: dict[str, Shape]
 ) -> optax.GradientTransformation:
     """Write the update into the stored average, where the reference's direction is that average."""
-    if not options.betas[0] or options.beta3 != options.betas[0] or options.use_bias_correction:
+    if not any(aliases(options, len(shape)) for shape in dims.values()):
         return tx
-
-    def is_input(kind: Any, order: int) -> bool:
-        if kind is None or isinstance(kind, SGDGrafting):
-            return kind is not None
-        return isinstance(kind, RootInverse | Eigendecomposed) and not kind.dims(order)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         new, state = tx.update(updates, state, params)
@@ -538,9 +555,9 @@ def _aliased(
             filtered = {}
             for key, (average,) in found.filtered.items():
                 order = len(dims[key])
-                alias = jnp.asarray(is_input(options.preconditioner, order))
+                alias = jnp.asarray(_is_input(options.preconditioner, order))
                 if graft is not None:
-                    alias = jnp.where(found.count < start, is_input(graft, order), alias)
+                    alias = jnp.where(found.count < start, _is_input(graft, order), alias)
                 filtered[key] = (jnp.where(alias, new[key][:, :, None], average),)
             return found._replace(filtered=filtered)
 

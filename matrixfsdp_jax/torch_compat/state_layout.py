@@ -34,6 +34,8 @@ _FACTORS = {
     "values": "factor_matrices_eigenvalues",
 }
 _SYMMETRIC = ("factor_matrices", "inv_factor_matrices")
+# Fields of ``ShampooState`` with an entry per group of blocks that a state dict keeps.
+GROUPED = ("filtered", "preconditioner", "grafting")
 _STATES = (ShampooState, MomentumBuffer, AveragingState, MuonState)
 
 
@@ -59,25 +61,34 @@ def visit_state(state: PyTree, visit: Visit) -> PyTree:
 
 
 def _visit_shampoo(state: ShampooState, visit: Visit) -> ShampooState:
-    new: dict[str, dict[str, Any]] = {"filtered": {}, "preconditioner": {}, "grafting": {}}
+    new: dict[str, dict[str, Any]] = {name: {} for name in GROUPED}
     for key in state.filtered:
-        # Every block is a tensor of its own here: one group, of one block.
-        (average,), (own,), (graft,) = (getattr(state, field)[key] for field in new)
 
         def put(names: Names, x: jax.Array, key: str = key) -> jax.Array:
             return visit(key, names, x[0, :, 0])[None, :, None]
 
-        # Two diagonal moments have one name in the reference, where one of them is lost.
-        both = hasattr(own, "nu") and hasattr(graft, "nu")
-        average = () if isinstance(average, tuple) else put(("filtered_grad",), average)
-        own = _visit_kind(own, put, ("preconditioner",) if both else ())
-        graft = _visit_kind(graft, put, ("grafting",) if hasattr(graft, "factors") else ())
-        for field, value in zip(new, (average, own, graft), strict=True):
-            new[field][key] = (value,)
+        # Every block is a tensor of its own here: one group, of one block.
+        (average,), (own,), (graft,) = (getattr(state, name)[key] for name in GROUPED)
+        done = visit_group(average, own, graft, put)
+        for name, value in zip(GROUPED, done, strict=True):
+            new[name][key] = (value,)
     return state._replace(**new)  # type: ignore[arg-type]  # dicts are trees of arrays
 
 
-def _visit_kind(kind: Any, put: Callable[[Names, jax.Array], jax.Array], within: Names) -> Any:
+def visit_group(
+    average: Any, own: Any, graft: Any, put: Callable[[Names, Any], Any]
+) -> tuple[Any, Any, Any]:
+    """The state of one group of equal blocks, with ``put(names, array)`` for every array."""
+    # Two diagonal moments have one name in the reference, where one of them is lost.
+    both = hasattr(own, "nu") and hasattr(graft, "nu")
+    return (
+        put(("filtered_grad",), average) if hasattr(average, "shape") else average,
+        _visit_kind(own, put, ("preconditioner",) if both else ()),
+        _visit_kind(graft, put, ("grafting",) if hasattr(graft, "factors") else ()),
+    )
+
+
+def _visit_kind(kind: Any, put: Callable[[Names, Any], Any], within: Names) -> Any:
     new: dict[str, Any] = {}
     for field, value in kind._asdict().items() if kind != () else ():
         if field in _FACTORS:
@@ -95,10 +106,8 @@ def blocks_state(engine: Engine, packed: bool) -> dict[Block, dict[str, Any]]:
 
     def record(key: str, names: Names, stack: jax.Array) -> jax.Array:
         for block, value in zip(engine.stacks[key], crossing.to_torch(stack), strict=True):
-            own: dict[Any, Any] = found[block]
-            for name in names[:-1]:
-                own = own.setdefault(name, {})
-            own[names[-1]] = _pack(value) if packed and _symmetric(names) else value.clone()
+            value = _pack(value) if packed and _symmetric(names) else value.clone()
+            set_entry(found[block], names, value)
         return stack
 
     visit_state(engine.state, record)
@@ -117,10 +126,10 @@ def load_blocks(
     def read(key: str, names: Names, old: jax.Array) -> jax.Array:
         values = []
         for block in engine.stacks[key]:
-            value = _entry(given[block], names, block)
+            value = entry(given[block], names, block)
             unread[block].discard("/".join(map(str, names)))
             if _symmetric(names) and value.ndim == 1:
-                value = _unpack(value)
+                value = unpack(value)
             if tuple(value.shape) != old.shape[1:]:
                 raise ValueError(
                     f"{_where(block, names)} is {tuple(value.shape)} in the state dict, expected "
@@ -158,7 +167,18 @@ def _where(block: Block, names: Names) -> str:
     return f"{block.name}/{'/'.join(map(str, names))} of parameter {block.param} of its group"
 
 
-def _entry(given: Mapping[Any, Any], names: Names, block: Block) -> torch.Tensor:
+def set_entry(own: dict[Any, Any], names: Names, value: torch.Tensor) -> None:
+    """Put a value at the end of a path of nested dicts."""
+    for name in names[:-1]:
+        own = own.setdefault(name, {})
+    own[names[-1]] = value
+
+
+def entry(given: Mapping[Any, Any], names: Names, block: Block) -> torch.Tensor:
+    """The value at the end of a path of nested dicts.
+
+    Raises: ValueError if there is none.
+    """
     value: Any = given
     for name in names:
         # A dict that went through JSON or a flattened checkpoint has text for numbers.
@@ -188,7 +208,8 @@ def _pack(matrix: torch.Tensor) -> torch.Tensor:
     return matrix[rows, cols]
 
 
-def _unpack(triangle: torch.Tensor) -> torch.Tensor:
+def unpack(triangle: torch.Tensor) -> torch.Tensor:
+    """The symmetric matrix of an upper triangle."""
     k = int(((8 * triangle.numel() + 1) ** 0.5 - 1) / 2)
     if k * (k + 1) // 2 != triangle.numel():
         raise ValueError(f"{triangle.numel()} numbers are no upper triangle of a square matrix")
