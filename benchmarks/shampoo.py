@@ -37,9 +37,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # LAPACK's own threads would fight with those of the simulated devices: an eigendecomposition can
 # then take a hundred times as long.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# JAX's eigh on CPU is OpenBLAS's. With its default threads, on the few cores of a container, eight
-# devices make one 256 x 256 eigh take 1.3 s instead of 5 ms (measured: this made steps 40x longer).
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={ARGS.devices}"
 )

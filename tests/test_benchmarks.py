@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -54,3 +56,13 @@ def test_shampoo():
         for words in (f"{title} over owner Muon", f"{title} replicated over on owners"):
             assert re.search(rf"{words}: \d+\.\d\d x, in CPU time \d+\.\d\d x", out)
     assert re.search(r"planned: busiest owner 1\.00 x the mean", out)
+
+
+def test_torch_compat():
+    pytest.importorskip("torch")
+    out = " ".join(run("torch_compat.py", "--tiny").split())
+    assert "1 layers of width 16, 6 parameters" in out
+    assert re.search(r"this layer over plain torch Shampoo: \d+\.\d\d x", out)
+    assert re.search(r"crossing: \d+\.\d% of the step", out)
+    apart = float(re.search(r"parameters of both apart by (\S+) of", out).group(1))
+    assert apart < 1e-3
