@@ -24,6 +24,11 @@ def test_the_guides_run(name, capsys):
     run_blocks(name)
 
 
+def test_the_guide_of_the_torch_layer_runs(capsys):
+    pytest.importorskip("torch")
+    run_blocks("docs/torch.md")
+
+
 def test_the_readme_runs(capsys):
     run_blocks("README.md")
     printed = capsys.readouterr().out

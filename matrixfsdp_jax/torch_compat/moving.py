@@ -259,14 +259,17 @@ def _shampoo(options: Options, learning_rate: Any, layout: OwnerLayout | None) -
 
 
 def _all_entries(group: ShampooGroup, options: Options) -> Entries:
-    entries = group.entries(options)
+    entries: Entries = {i: {} for i in range(len(options["params"]))}
+    # Whole matrices: a root in JAX is symmetric only up to rounding.
+    for block, own in state_layout.blocks_state(group.engine, packed=False).items():
+        entries[block.param][block.name] = own
     if group.exchange is None:
         return entries
     everyone: list[Any] = [None] * group.exchange.num_ranks
     dist.all_gather_object(everyone, entries, group=group.exchange.group)
     merged: Entries = {i: {} for i in entries}
-    for own in everyone:
-        for i, blocks in own.items():
+    for others in everyone:
+        for i, blocks in others.items():
             merged[i] |= blocks
     return merged
 
