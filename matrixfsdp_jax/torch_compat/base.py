@@ -1,13 +1,18 @@
 """A ``torch.optim.Optimizer`` whose parameter groups are stepped by compiled JAX functions."""
 
+import enum
 import functools
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from dataclasses import is_dataclass
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import torch
+
+from matrixfsdp_jax.torch_compat.blocks import Block
+from matrixfsdp_jax.torch_compat.engine import Engine
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -23,12 +28,32 @@ def _x64(function: F) -> F:
     return cast(F, scoped)
 
 
+class Pending(NamedTuple):
+    """updates: what is added to every block that has a gradient. into: these blocks of the
+    parameters, under DDP those of other ranks too. error: what the step raises, if anything.
+    """
+
+    updates: dict[Block, torch.Tensor]
+    into: dict[Block, torch.Tensor]
+    error: Exception | None = None
+
+
 class Group(ABC):
     """What belongs to one parameter group: blocks, state, compiled step."""
 
+    engine: Engine
+
     @abstractmethod
-    def step(self, options: dict[str, Any]) -> None:
-        """One update of all parameters of the group, in place."""
+    def prepare(self, options: dict[str, Any]) -> None:
+        """Refuse a step before anything has changed, or take over changed options."""
+
+    @abstractmethod
+    def compute(self, options: dict[str, Any]) -> Pending:
+        """The next step of the state, and what it adds to the parameters."""
+
+    @abstractmethod
+    def apply(self, pending: Pending, error: Exception | None) -> None:
+        """Move the parameters, in place; raises ``error``, that of any group, before."""
 
     @abstractmethod
     def entries(self, options: dict[str, Any]) -> dict[int, dict[str, Any]]:
@@ -42,11 +67,22 @@ class Group(ABC):
     def marks(self) -> dict[str, torch.Tensor]:
         """Tensors of the group that the state of each of its parameters has."""
 
-    @property
-    def shown(self) -> dict[str, torch.Tensor]:
-        """What ``optimizer.state[p]`` shows between steps; ``state_dict()`` has the whole state."""
-        marks = self.marks()
-        return {name: marks[name] for name in marks.keys() & {"step", "train_mode"}}
+    @abstractmethod
+    def names(self) -> dict[int, list[str]]:
+        """Parameter -> the names of its entries in the state dict, besides the marks."""
+
+    def snapshot(self) -> Callable[[], None]:
+        """What brings the state of now back after ``load``; of no use after a step."""
+        own, state = dict(vars(self)), self.engine.state
+        marks = {name: x.clone() for name, x in self.marks().items()}
+
+        def restore() -> None:
+            self.__dict__ |= own
+            self.engine.state = state
+            for name, x in self.marks().items():
+                x.copy_(marks[name])
+
+        return restore
 
 
 class JaxOptimizer(torch.optim.Optimizer, ABC):
@@ -68,8 +104,12 @@ class JaxOptimizer(torch.optim.Optimizer, ABC):
         """Complete and check the options of a parameter group, before any state is made."""
 
     @abstractmethod
-    def _agree(self, groups: list[dict[str, Any]]) -> None:
-        """Make sure that all processes have the same new groups."""
+    def _agree(self, groups: list[dict[str, Any]], error: Exception | None) -> None:
+        """Make sure that all processes have the same new groups; ``error`` is that of this one."""
+
+    def _keep_live(self, options: dict[str, Any], old: dict[str, Any]) -> None:
+        """Put back options that do not come from a loaded state dict."""
+        del options, old
 
     @abstractmethod
     def _make_group(self, options: dict[str, Any]) -> Group:
@@ -77,15 +117,26 @@ class JaxOptimizer(torch.optim.Optimizer, ABC):
 
     @_x64
     def _build(self, groups: list[dict[str, Any]]) -> None:
-        for options in groups:
-            _check_params(options["params"])
-            self._check(options)
-        self._agree(groups)
+        error: Exception | None = None
+        try:
+            for options in groups:
+                _check_params(options["params"])
+                self._check(options)
+        except Exception as own:
+            error = own
+        self._agree(groups, error)  # the others would wait for this process
+        if error is not None:
+            raise error
         for options in groups:
             group = self._make_group(options)
             self._groups.append(group)
-            for p in options["params"]:
-                self.state[p] |= group.shown
+            self._show(group, options)
+
+    def _show(self, group: Group, options: dict[str, Any]) -> None:
+        """Counts, and the names of all entries, in ``self.state``; see ``state_dict()``."""
+        names = group.names()
+        for i, p in enumerate(options["params"]):
+            self.state[p] |= {key: {} for key in names.get(i, ())} | group.marks()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.add_param_group``; under DDP to be called on all ranks."""
@@ -106,13 +157,17 @@ class JaxOptimizer(torch.optim.Optimizer, ABC):
                 loss = closure()
         for options in self.param_groups:
             _check_gradients(options["params"])
-        self._each(lambda group, options: group.step(options))
+        self._each(lambda group, options: group.prepare(options))
+        pending = self._each(lambda group, options: group.compute(options))
+        error = next((own.error for own in pending if own.error is not None), None)
+        own = iter(pending)
+        self._each(lambda group, options: group.apply(next(own), error))
         return loss
 
     @_x64
-    def _each(self, do: Callable[[Any, dict[str, Any]], None]) -> None:
-        for group, options in zip(self._groups, self.param_groups, strict=True):
-            do(group, options)
+    def _each(self, do: Callable[[Any, dict[str, Any]], Any]) -> list[Any]:
+        groups = zip(self._groups, self.param_groups, strict=True)
+        return [do(group, options) for group, options in groups]
 
     # ---- state ---------------------------------------------------------------------------------
 
@@ -138,9 +193,13 @@ class JaxOptimizer(torch.optim.Optimizer, ABC):
             return {**final, "state": {}}
 
         def load(optimizer: JaxOptimizer) -> None:
+            for options, old in zip(optimizer.param_groups, before[0], strict=True):
+                _keep_own(options, old)
+                optimizer._keep_live(options, old)
             optimizer._load(given)
 
         before = [dict(options) for options in self.param_groups], dict(self.state)
+        snapshots = [group.snapshot() for group in self._groups]
         try:
             with (
                 _hook(self.register_load_state_dict_pre_hook, strip),
@@ -148,6 +207,8 @@ class JaxOptimizer(torch.optim.Optimizer, ABC):
             ):
                 super().load_state_dict(state_dict)
         except BaseException:
+            for restore in snapshots:
+                restore()
             groups, state = before
             for options, old in zip(self.param_groups, groups, strict=True):
                 options.clear()
@@ -166,8 +227,7 @@ class JaxOptimizer(torch.optim.Optimizer, ABC):
             numbers = dict(enumerate(saved["params"]))
             found = {i: given["state"].get(n, {}) for i, n in numbers.items()}
             group.load(found, options)
-            for p in options["params"]:
-                self.state[p] |= group.shown
+            self._show(group, options)
 
     def __getstate__(self) -> dict[str, Any]:
         own = super().__getstate__()
@@ -215,6 +275,24 @@ def _add_entries(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
         for i, entry in group.entries(options).items():
             state[packed["params"][i]] = {**entry, **marks}
     return {**state_dict, "state": state}
+
+
+def _keep_own(options: dict[str, Any], old: dict[str, Any]) -> None:
+    """Keep our configurations where the loaded ones are of other classes of the same names.
+
+    So are those of a state dict that the reference saved.
+    """
+    for name, value in options.items():
+        kind, own = type(value), type(old.get(name))
+        if kind is own or not (is_dataclass(kind) or issubclass(kind, enum.Enum)):
+            continue
+        if kind.__name__ == own.__name__:
+            options[name] = old[name]
+        elif kind.__module__.partition(".")[0] != __name__.partition(".")[0]:
+            raise ValueError(
+                f"{name} is a {kind.__module__}.{kind.__name__} in the state dict and a "
+                f"{own.__name__} here; build the optimizer with the options it was saved with"
+            )
 
 
 def _check_params(params: list[torch.Tensor]) -> None:

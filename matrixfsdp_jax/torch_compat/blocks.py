@@ -64,20 +64,32 @@ def cut(param: int, shape: Shape, max_dim: float, target: float) -> Cut:
     return Cut(merged, blocks)
 
 
-def views(params: Sequence[torch.Tensor], cuts: Sequence[Cut]) -> dict[Block, torch.Tensor]:
-    """Every block of the parameters, as a view of its parameter.
+class Views:
+    """Every block of the parameters of a group, as a view of its parameter.
 
     Raises: ValueError for strides under which the merged parameter is no view.
     """
-    found: dict[Block, torch.Tensor] = {}
-    for p, own in zip(params, cuts, strict=True):
-        try:
-            whole = p.detach().view(own.merged)
-        except RuntimeError as error:
-            raise ValueError(
-                f"a parameter of shape {tuple(p.shape)} and strides {p.stride()} cannot be viewed "
-                f"as {own.merged}; make it contiguous before the optimizer is built, for example "
-                "by model.to(memory_format=torch.contiguous_format)"
-            ) from error
-        found |= {block: whole[block.index] for block in own.blocks}
-    return found
+
+    def __init__(self, params: Sequence[torch.Tensor], cuts: Sequence[Cut]) -> None:
+        self._cuts = cuts
+        self._take(params)
+
+    def of(self, params: Sequence[torch.Tensor]) -> dict[Block, torch.Tensor]:
+        """The views; taken anew where a parameter has other memory (``p.data`` was set)."""
+        if [p.data_ptr() for p in params] != self._places:
+            self._take(params)
+        return self._views
+
+    def _take(self, params: Sequence[torch.Tensor]) -> None:
+        self._places = [p.data_ptr() for p in params]
+        self._views: dict[Block, torch.Tensor] = {}
+        for p, own in zip(params, self._cuts, strict=True):
+            try:
+                whole = p.detach().view(own.merged)
+            except RuntimeError as error:
+                raise ValueError(
+                    f"a parameter of shape {tuple(p.shape)} and strides {p.stride()} cannot be "
+                    f"viewed as {own.merged}; make it contiguous before the optimizer is built, "
+                    "for example by model.to(memory_format=torch.contiguous_format)"
+                ) from error
+            self._views |= {block: whole[block.index] for block in own.blocks}

@@ -1,8 +1,8 @@
 """Tensors to arrays and back by DLPack: without a copy, on CPU and on one GPU per process.
 
 JAX copies a CPU tensor that does not begin at a multiple of 64 bytes, as views of a gradient bucket
-may. An array stays valid only while nobody writes to its tensor, so a caller waits for the compiled
-step before it changes parameters in place.
+may; one that is not contiguous is copied here. An array stays valid only while nobody writes to its
+tensor, so a caller waits for the compiled step before it changes parameters in place.
 """
 
 import os
@@ -30,7 +30,7 @@ def bind(device: torch.device) -> None:
 
 def to_jax(tensor: torch.Tensor) -> jax.Array:
     """The array on the memory of ``tensor``; call it under ``jax.enable_x64`` for 64-bit dtypes."""
-    return jax.dlpack.from_dlpack(tensor.detach())
+    return jax.dlpack.from_dlpack(tensor.detach().contiguous())
 
 
 def to_torch(array: jax.Array) -> torch.Tensor:

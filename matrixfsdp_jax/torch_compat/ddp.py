@@ -66,11 +66,13 @@ class Exchange:
             sum(size for size, owner in zip(self.sizes, self.ranks, strict=True) if owner == rank)
             for rank in range(self.num_ranks)
         ]
-        length = max(self.bytes_per_rank, default=0)
+        # One unit more, in which a rank says that it could not update its blocks.
+        length = max(self.bytes_per_rank, default=0) + _ALIGNMENT
         self._all = torch.zeros(self.num_ranks * length, dtype=torch.int8, device=device)
         self._own = self._all[self.rank * length : (self.rank + 1) * length].clone()
         self._gathered = self._views(self._all, range(self.num_ranks), length)
         self._sent = self._views(self._own, [self.rank], length)
+        self._failed = self._all.view(self.num_ranks, length)[:, -1]
 
     @property
     def own(self) -> list[Block]:
@@ -93,24 +95,43 @@ class Exchange:
         return views
 
     def apply(
-        self, updates: Mapping[Block, torch.Tensor], targets: Mapping[Block, torch.Tensor]
+        self,
+        updates: Mapping[Block, torch.Tensor],
+        targets: Mapping[Block, torch.Tensor],
+        error: Exception | None = None,
     ) -> None:
         """Add the updates of all ranks to ``targets``, the blocks that have a gradient.
 
         Every rank adds what was sent, in the communication dtype, its own updates too; with
         ``communicate_params`` the owner adds and every rank takes the sent parameter.
+
+        Raises: ``error`` if there is one, and then ValueError on all other ranks; no target has
+          moved on any.
         """
         whole = self.config.communicate_params
         if updates:
+            sent = list(updates.values())
             if whole:
-                torch._foreach_add_([targets[b] for b in updates], list(updates.values()))
-            sent = [targets[b] if whole else x for b, x in updates.items()]
+                sent = list(torch._foreach_add([targets[b] for b in updates], sent))
             torch._foreach_copy_([self._sent[b] for b in updates], sent)
+        self._own[-1] = error is not None
         _all_gather(self._all, self._own, group=self.group)
+        if error is not None:
+            raise error
+        if failed := self._failed.nonzero().flatten().tolist():
+            raise ValueError(
+                f"rank {failed[0]} of the process group could not precondition its blocks in this "
+                "step, see the error there; parameters have not moved on any rank"
+            )
         if targets:
             received = [self._gathered[b] for b in targets]
             into = list(targets.values())
             (torch._foreach_copy_ if whole else torch._foreach_add_)(into, received)
+
+
+def ready() -> bool:
+    """Whether there is a process group."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def check_world(size: int) -> None:
@@ -119,7 +140,7 @@ def check_world(size: int) -> None:
     Raises: RuntimeError without an initialised process group; ValueError if ``size`` does not
       divide the world.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not ready():
         raise RuntimeError(
             "DDPDistributedConfig needs torch.distributed: call torch.distributed."
             "init_process_group(...) first and start the program with torchrun, or use "

@@ -37,6 +37,8 @@ class Engine:
       make: ``make(stacks, **numbers)`` is the transform of ``{key: [1, W, *shape]}``, where
         ``stacks`` has the blocks of every key; may be set anew, which compiles anew.
 
+    A process without blocks has the counts of the group all the same.
+
     Numerics: of the transform; updates in the dtype of the parameter.
     """
 
@@ -57,10 +59,15 @@ class Engine:
         self._merged = merged
         self.set_transform(make)
         self.state: PyTree = None
-        if blocks:
-            arrays = self._arrays(params)
-            self.state = jax.jit(lambda p: self._make(self.stacks).init(self._pack(p)))(arrays)
-            crossing.wait(self.state)
+        (self._device,) = crossing.to_jax(params[0]).devices()
+        init = jax.jit(lambda p: self._make(self.stacks).init(self._pack(p)))
+        self.set_state(init(self._arrays(params)))
+
+    def set_state(self, state: PyTree) -> None:
+        """Go on with another state; not to be written to from now on."""
+        # As a step returns it, on a device for good: a state that is not would compile it anew.
+        self.state = jax.device_put(state, self._device)
+        crossing.wait(self.state)
 
     def set_transform(self, make: Make) -> None:
         """Go on with another transform of the same state."""
@@ -80,8 +87,6 @@ class Engine:
           params: every parameter of the group.
           numbers: what may change from step to step.
         """
-        if not self.blocks:
-            return {}
         have = np.array([grads[i] is not None for i in self.used])
         old = self._arrays(params)
         # Any finite array stands for a missing gradient: its block is left alone.
@@ -89,8 +94,9 @@ class Engine:
             x if g is None else crossing.to_jax(g)
             for g, x in zip((grads[i] for i in self.used), old, strict=True)
         )
+        sizes = {key: np.int32(len(members)) for key, members in self.stacks.items()}
         new, self.state = self._step(
-            self.state, given, old, None if have.all() else have, dict(numbers)
+            self.state, given, old, None if have.all() else have, sizes, dict(numbers)
         )
         crossing.wait((new, self.state))
         there = {i for i, has in zip(self.used, have, strict=True) if has}
@@ -103,8 +109,6 @@ class Engine:
           function: compiled or not; its result is ``{key: [1, W, *shape]}``.
           tensors: one for every parameter, each.
         """
-        if not self.blocks:
-            return {}
         stacks = function(self.state, *(self._pack(self._arrays(own)) for own in tensors))
         crossing.wait(stacks)
         return dict(self.unstacked(stacks))
@@ -113,7 +117,7 @@ class Engine:
         """Every block with its part of the stacks, in the order of the blocks."""
         parts: dict[Block, torch.Tensor] = {}
         for key, members in self.stacks.items():
-            parts |= zip(members, crossing.to_torch(stacks[key])[0].unbind(0), strict=True)
+            parts |= zip(members, crossing.to_torch(stacks[key])[0].unbind(0), strict=False)
         return [(block, parts[block]) for block in self.blocks]
 
     def failures(self) -> tuple[int, int, Block | None]:
@@ -133,20 +137,119 @@ class Engine:
     def _pack(self, arrays: Sequence[jax.Array]) -> dict[str, jax.Array]:
         whole = {i: x.reshape(self._merged[i]) for i, x in zip(self.used, arrays, strict=True)}
         return {
-            key: jnp.stack([whole[block.param][block.index] for block in members])[None]
+            key: self._stack([whole[block.param][block.index] for block in members])
             for key, members in self.stacks.items()
         }
 
+    @staticmethod
+    def _stack(blocks: Sequence[jax.Array]) -> jax.Array:
+        """``[1, W, ...]``; a block alone has an empty place beside it, see ``_update``."""
+        return jnp.stack([*blocks, *[jnp.zeros_like(blocks[0])] * (len(blocks) == 1)])[None]
+
     def _update(
-        self, state: PyTree, grads: Any, params: Any, present: Any, numbers: Numbers
+        self, state: PyTree, grads: Any, params: Any, present: Any, sizes: Any, numbers: Any
     ) -> tuple[dict[str, jax.Array], PyTree]:
-        tx = on_present_stacks(self._make(self.stacks, **numbers), jnp.asarray)
+        """One block after the other.
+
+        A block is then computed alike whatever stands beside it, to the last bit, and so by any
+        number of ranks. ``sizes``, the number of blocks of every stack, comes at run time, and no
+        stack is of one block: a loop of known length would be unrolled, a slice of everything
+        dropped, and what is left fused (and so rounded) in another way.
+        """
+        grads, params = self._pack(grads), self._pack(params)
         if present is not None:
             place = {param: i for i, param in enumerate(self.used)}
             present = {
-                key: present[np.array([[place[block.param] for block in members]])]
+                key: self._stack([present[place[block.param]] for block in members])
                 for key, members in self.stacks.items()
             }
-        stacks = self._pack(grads)
-        new, state = tx.update(stacks, state, self._pack(params), present=present)
-        return {key: x.astype(stacks[key].dtype) for key, x in new.items()}, state
+        scales = numbers.pop("scales", {})
+        # Counts and sums that all blocks share.
+        _, shared = self._make({}, **numbers).update({}, self._part(state, None), {})
+        new, parts = {}, []
+        for key, members in self.stacks.items():
+            shape = members[0].shape
+            own = {
+                "grads": grads[key],
+                "params": params[key],
+                "present": None if present is None else present[key],
+                "scales": {n: self._stack(list(given[shape])) for n, given in scales.items()},
+            }
+
+            def one(state: PyTree, own: Any, key: str = key, shape: Shape = shape) -> Any:
+                given = {name: {shape: x[0]} for name, x in own["scales"].items()}
+                more = {**numbers, "scales": given} if given else numbers
+                make = self._make({key: self.stacks[key][:1]}, **more)
+                tx = on_present_stacks(make, jnp.asarray)
+                present = None if own["present"] is None else {key: own["present"]}
+                update, state = tx.update(
+                    {key: own["grads"]}, state, {key: own["params"]}, present=present
+                )
+                return update[key].astype(own["grads"].dtype), state
+
+            new[key], part = self._each(one, self._part(state, key), own, sizes[key])
+            parts.append(part)
+        return new, self._whole(state, shared, parts)
+
+    def _each(
+        self, one: Callable[[PyTree, Any], Any], state: PyTree, own: Any, size: jax.Array
+    ) -> tuple[jax.Array, PyTree]:
+        """``one`` of every block of a stack, whose state is written in place."""
+        leaves, treedef = jax.tree.flatten(state)
+        by_block = jax.tree.leaves(
+            jax.tree.map(
+                lambda node: jax.tree.map(lambda _: self._by_block(node), node),
+                state,
+                is_leaf=self._by_block,
+            )
+        )
+
+        def at(x: jax.Array, w: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(x, w, 1, axis=1)
+
+        def body(w: jax.Array, carry: Any) -> Any:
+            kept, out = carry
+            old = iter(kept)
+            block = [
+                at(next(old), w) if mine else x for x, mine in zip(leaves, by_block, strict=True)
+            ]
+            update, new = one(
+                jax.tree.unflatten(treedef, block), jax.tree.map(lambda x: at(x, w), own)
+            )
+            mine = [x for x, is_mine in zip(jax.tree.leaves(new), by_block, strict=True) if is_mine]
+
+            def put(x: jax.Array, y: jax.Array) -> jax.Array:
+                return jax.lax.dynamic_update_slice_in_dim(x, y, w, axis=1)
+
+            return [put(x, y) for x, y in zip(kept, mine, strict=True)], put(out, update)
+
+        kept = [x for x, mine in zip(leaves, by_block, strict=True) if mine]
+        carry = (kept, jnp.zeros_like(own["grads"]))
+        kept, out = jax.lax.fori_loop(0, size, body, carry)
+        filled = iter(kept)
+        new = [next(filled) if mine else x for x, mine in zip(leaves, by_block, strict=True)]
+        return out, jax.tree.unflatten(treedef, new)
+
+    def _by_block(self, node: Any) -> bool:
+        """Whether a part of the state has an entry for every stack, or for one."""
+        return isinstance(node, dict) and set(node) <= set(self.stacks)
+
+    def _part(self, state: PyTree, key: str | None) -> PyTree:
+        """The state of one stack; of none, what all share."""
+
+        def part(node: Any) -> Any:
+            if not self._by_block(node):
+                return node
+            return {} if key is None else {key: node[key]}
+
+        return jax.tree.map(part, state, is_leaf=self._by_block)
+
+    def _whole(self, state: PyTree, shared: PyTree, parts: list[PyTree]) -> PyTree:
+        """The inverse of ``_part``, in the structure of ``state``."""
+
+        def joined(node: Any, common: Any, *own: Any) -> Any:
+            if not self._by_block(node):
+                return common
+            return {key: part[key] for part in own for key in part}
+
+        return jax.tree.map(joined, state, shared, *parts, is_leaf=self._by_block)

@@ -10,8 +10,8 @@ import optax
 import torch
 
 from matrixfsdp_jax.torch_compat import crossing, state_layout
-from matrixfsdp_jax.torch_compat.base import Group, JaxOptimizer
-from matrixfsdp_jax.torch_compat.blocks import Block, cut, views
+from matrixfsdp_jax.torch_compat.base import Group, JaxOptimizer, Pending
+from matrixfsdp_jax.torch_compat.blocks import Block, Views, cut
 from matrixfsdp_jax.torch_compat.engine import Engine, Make, Stacks
 from matrixfsdp_jax.transforms.muon import orthogonalize_stacks, scale_by_momentum
 from matrixfsdp_jax.transforms.stacks import decay_stacks, scale_stacks
@@ -28,7 +28,7 @@ _DYNAMIC = ("lr", "weight_decay", "momentum")
 
 
 class Muon(JaxOptimizer):
-    """Muon on matrices, as ``torch.optim.Muon``, with equal matrices in one compiled iteration.
+    """Muon on matrices, as ``torch.optim.Muon``: equal matrices share one compiled iteration.
 
     Arguments, defaults and state dict are those of ``torch.optim.Muon`` (a ``momentum_buffer`` per
     parameter), so that either loads the other's state. Every process updates all of its parameters.
@@ -93,7 +93,7 @@ class Muon(JaxOptimizer):
             )
         _transform(options, {})  # its parts check the rest
 
-    def _agree(self, groups: list[Options]) -> None:
+    def _agree(self, groups: list[Options], error: Exception | None) -> None:
         """Nothing is shared between processes."""
 
     def _make_group(self, options: Options) -> Group:
@@ -107,27 +107,39 @@ class MuonGroup(Group):
         params = options["params"]
         crossing.bind(crossing.check_devices(params))
         cuts = [cut(i, tuple(p.shape), math.inf, math.inf) for i, p in enumerate(params)]
-        self._views = views(params, cuts)
+        self._views = Views(params, cuts)
         self._options = dict(options)
         merged = [c.merged for c in cuts]
-        self.engine = Engine(list(self._views), params, merged, _make(options))
+        self.engine = Engine(list(self._views.of(params)), params, merged, _make(options))
 
-    def step(self, options: Options) -> None:
-        """One update, in place."""
+    def prepare(self, options: Options) -> None:
+        """Take over changed options."""
         new = {k: v for k, v in options.items() if k not in ("params", *_DYNAMIC)}
         if new != {k: v for k, v in self._options.items() if k in new}:
             self.engine.set_transform(_make(options))
             self._options = dict(options)
+
+    def compute(self, options: Options) -> Pending:
+        """One step of the momentum, and the updates."""
         params = options["params"]
         grads = [p.grad if p.numel() else None for p in params]
         numbers = {name: float(options[name]) for name in _DYNAMIC}
-        updates = self.engine.step(grads, params, **numbers)
-        if updates:
-            torch._foreach_add_([self._views[b] for b in updates], list(updates.values()))
+        into = self._views.of(params)
+        return Pending(self.engine.step(grads, params, **numbers), into)
+
+    def apply(self, pending: Pending, error: Exception | None) -> None:
+        """Add the updates."""
+        if pending.updates:
+            targets = [pending.into[b] for b in pending.updates]
+            torch._foreach_add_(targets, list(pending.updates.values()))
 
     def marks(self) -> dict[str, torch.Tensor]:
         """None: ``torch.optim.Muon`` counts nothing."""
         return {}
+
+    def names(self) -> dict[int, list[str]]:
+        """One entry for every parameter."""
+        return {block.param: ["momentum_buffer"] for block in self.engine.blocks}
 
     def entries(self, options: Options) -> dict[int, dict[str, Any]]:
         """The momentum of every parameter."""

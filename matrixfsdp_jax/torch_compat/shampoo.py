@@ -18,8 +18,8 @@ from matrixfsdp_jax.assembly import Core
 from matrixfsdp_jax.layout.blocks import Shape
 from matrixfsdp_jax.layout.leaves import states_of
 from matrixfsdp_jax.torch_compat import crossing, ddp, records, state_layout
-from matrixfsdp_jax.torch_compat.base import Group, JaxOptimizer
-from matrixfsdp_jax.torch_compat.blocks import Block, cut, views
+from matrixfsdp_jax.torch_compat.base import Group, JaxOptimizer, Pending
+from matrixfsdp_jax.torch_compat.blocks import Views, cut
 from matrixfsdp_jax.torch_compat.configs import (
     ConcurrencyConfig,
     DDPDistributedConfig,
@@ -137,6 +137,10 @@ class DistributedShampoo(JaxOptimizer):
         reference_aliasing: bool = True,
     ) -> None:
         _refuse(use_pin_memory, shampoo_pt2_compile_config, concurrency_config)
+        if not isinstance(shampoo_runtime_config, ShampooRuntimeConfig):
+            raise TypeError(
+                f"shampoo_runtime_config={shampoo_runtime_config!r} must be a ShampooRuntimeConfig"
+            )
         self._check_finite = shampoo_runtime_config.eager_nan_check
         self._aliasing = reference_aliasing
         defaults = {
@@ -145,7 +149,8 @@ class DistributedShampoo(JaxOptimizer):
             "beta3": beta3,
             "epsilon": epsilon,
             "weight_decay": weight_decay,
-            "peak_lr": lr,
+            # A number of its own: a schedule writes to a learning rate that is a tensor.
+            "peak_lr": float(lr) if isinstance(lr, torch.Tensor) else lr,
             "weight_decay_type": weight_decay_type,
             "max_preconditioner_dim": max_preconditioner_dim,
             "precondition_frequency": precondition_frequency,
@@ -177,19 +182,36 @@ class DistributedShampoo(JaxOptimizer):
         _complete(options)
         core_of(options)  # the records check the rest
 
-    def _agree(self, groups: list[Options]) -> None:
+    def _keep_live(self, options: Options, old: Options) -> None:
+        # Which ranks share the work is this process's business, and not the file's.
+        saved, live = options["distributed_config"], old["distributed_config"]
+        name = "target_parameter_dimensionality"
+        if getattr(saved, name, None) != getattr(live, name):
+            raise ValueError(
+                f"distributed_config is {saved} in the state dict and {live} here, with other "
+                f"blocks; build the optimizer with the {name} it was saved with"
+            )
+        options["distributed_config"] = live
+
+    def _agree(self, groups: list[Options], error: Exception | None) -> None:
         shared = [g for g in groups if isinstance(g["distributed_config"], DDPDistributedConfig)]
-        if not shared:
+        if not shared or (error is not None and not ddp.ready()):
             return
         lines = []
         for number, options in enumerate(groups):
-            own = {name: value for name, value in options.items() if name != "params"}
-            # Functions show their address, which differs from process to process.
-            lines.append(re.sub(r" at 0x[0-9a-f]+", "", f"group {number} with {own}"))
             lines += [
-                f"parameter {i} of group {number}: {tuple(p.shape)} {p.dtype}"
+                f"{name}={value!r} in group {number}"
+                for name, value in options.items()
+                if name != "params"
+            ]
+            lines += [
+                f"parameter {i} of group {number}, {tuple(p.shape)} {p.dtype}"
                 for i, p in enumerate(options["params"])
             ]
+        if error is not None:
+            lines = [f"the error {error}"]
+        # Functions show their address, which differs from process to process.
+        lines = [re.sub(r" at 0x[0-9a-f]+", "", line) for line in lines]
         ddp.check_same(lines, shared[0]["params"][0].device)
 
     def _make_group(self, options: Options) -> Group:
@@ -208,8 +230,8 @@ class ShampooGroup(Group):
         limits = options["max_preconditioner_dim"], config.target_parameter_dimensionality
         self.max_dim = limits[0]
         self.cuts = [cut(i, tuple(p.shape), *limits) for i, p in enumerate(params)]
-        self._views = views(params, self.cuts)
-        self.blocks = list(self._views)
+        self._views = Views(params, self.cuts)
+        self.blocks = list(self._views.of(params))
         self.exchange = None
         if isinstance(config, DDPDistributedConfig):
             group = ddp.subgroup(config.num_trainers_per_group)
@@ -219,58 +241,68 @@ class ShampooGroup(Group):
         self.engine = Engine(own, params, [c.merged for c in self.cuts], self._make(options))
         self._step = torch.zeros((), dtype=torch.int64)
         self._train = torch.ones((), dtype=torch.bool)
+        self._lr_sum = torch.zeros((), dtype=torch.float32)
         self._nonfinite = 0
 
     # ---- the step ------------------------------------------------------------------------------
 
-    def step(self, options: Options) -> None:
-        """One update, in place; raises before the parameters move."""
-        params = options["params"]
-        grads = [p.grad if p.numel() else None for p in params]
-        self._before(options, grads)
-        numbers = {"learning_rate": float(np.float32(options["lr"]))}
-        if options["weight_decay"]:
-            numbers["weight_decay"] = float(options["weight_decay"])
-        extra = self._scales(options, grads)
-        updates = self.engine.step(grads, params, **numbers, **extra)
-        self._step += 1
-        if self.engine.blocks and _due(options, int(self._step)):
-            self._raise_on_failures(options)
-        have = {b: x for b, x in self._views.items() if grads[b.param] is not None}
-        self._apply(updates, have)
-
-    def _before(self, options: Options, grads: list[torch.Tensor | None]) -> None:
+    def prepare(self, options: Options) -> None:
+        """Refuse a step in eval mode, gradients that are not finite, options that are fixed."""
         if not self._train:
             raise RuntimeError("the optimizer is in eval mode: call optimizer.train() first")
         if self._check_finite:
-            for i, g in enumerate(grads):
-                if g is not None and not torch.isfinite(g).all():
+            for i, p in enumerate(options["params"]):
+                if p.grad is not None and not torch.isfinite(p.grad).all():
                     raise ValueError(f"the gradient of parameter {i} of its group is not finite")
         new = {k: v for k, v in options.items() if k not in ("params", *_DYNAMIC)}
         old = {k: v for k, v in self._options.items() if k not in ("params", *_DYNAMIC)}
         if new == old:
             return
-        for name in _FIXED:
-            if new[name] != old[name]:
-                raise ValueError(
-                    f"{name} was {old[name]} when the state was made and is {new[name]} now; the "
-                    "blocks cannot change, build a new optimizer"
-                )
+        self._check_fixed(options)
         _complete(options)
         self.engine.set_transform(self._make(options))
         self._options = dict(options)
 
-    def _apply(self, updates: dict[Block, torch.Tensor], into: dict[Block, torch.Tensor]) -> None:
+    def compute(self, options: Options) -> Pending:
+        """One step of the state, and the updates of the blocks of this rank."""
+        params = options["params"]
+        grads = [p.grad if p.numel() else None for p in params]
+        numbers = {
+            "learning_rate": float(np.float32(options["lr"])),
+            "weight_decay": float(options["weight_decay"]),
+        }
+        extra = self._scales(options, grads)
+        updates = self.engine.step(grads, params, **numbers, **extra)
+        self._step += 1
+        error = self._failure(options) if _due(options, int(self._step)) else None
+        views = self._views.of(params).items()
+        into = {block: x for block, x in views if grads[block.param] is not None}
+        return Pending(updates, into, error)
+
+    def apply(self, pending: Pending, error: Exception | None) -> None:
+        """Move the parameters, under DDP by the updates of all ranks."""
+        updates, into, _ = pending
         if self.exchange is not None:
-            self.exchange.apply(updates, into)
+            self.exchange.apply(updates, into, error)
+        elif error is not None:
+            raise error
         elif updates:
             torch._foreach_add_([into[b] for b in updates], list(updates.values()))
 
-    def _raise_on_failures(self, options: Options) -> None:
+    def _check_fixed(self, options: Options) -> None:
+        for name in _FIXED:
+            if options[name] != self._options[name]:
+                raise ValueError(
+                    f"{name} was {self._options[name]} when the state was made and is "
+                    f"{options[name]} now; the blocks cannot change, build a new optimizer"
+                )
+
+    def _failure(self, options: Options) -> Exception | None:
+        """What the reference raises after the refreshes of this step, if anything."""
         failed, nonfinite, block = self.engine.failures()
         if nonfinite > self._nonfinite:
             self._nonfinite = nonfinite
-            raise PreconditionerValueError(
+            return PreconditionerValueError(
                 f"a factor of a block is not finite in step {int(self._step)}: a gradient was "
                 "infinite or NaN, or too large to be squared. Parameters have not moved, factors "
                 "have: go on from a saved state, and look at gradients with eager_nan_check=True"
@@ -279,12 +311,13 @@ class ShampooGroup(Group):
         limit = getattr(config, "num_tolerated_failed_amortized_computations", math.inf)
         if failed > limit:
             assert block is not None  # it has failed
-            raise ValueError(
+            return ValueError(
                 f"decompositions of {block.name} of parameter {block.param} of its group failed in "
                 f"{failed} refreshes in a row, more than "
                 f"num_tolerated_failed_amortized_computations={limit}; use a larger epsilon, "
                 "another amortized_computation_config, or factor_matrix_dtype=torch.float64"
             )
+        return None
 
     def _scales(self, options: Options, grads: list[torch.Tensor | None]) -> dict[str, Any]:
         """What ``scale_fn`` gives, called in torch on the filtered gradient of every block."""
@@ -335,6 +368,8 @@ class ShampooGroup(Group):
                 name: replace(getattr(core.options, name), scales=own)
                 for name, own in (scales or {}).items()
             }
+            # Whether or not weights decay now, so that they may from any step on.
+            numbers.setdefault("weight_decay", 1.0)
             own = replace(core, options=replace(core.options, **kinds), **numbers)
             dims, phases, kept = self._tables(stacks)
             direction = precondition_stacks(dims, phases, jnp.asarray, own.options)
@@ -349,9 +384,16 @@ class ShampooGroup(Group):
         """The step, and what iterate averaging counts."""
         found = {"step": self._step}
         if _averages(self._options):
-            states = states_of(AveragingState, self.engine.state)
-            lr_sum = float(states[0].lr_sum) if states else 0.0
-            found |= {"train_mode": self._train, "lr_sum": torch.tensor(lr_sum)}
+            (state,) = states_of(AveragingState, self.engine.state)
+            self._lr_sum.fill_(float(state.lr_sum))
+            found |= {"train_mode": self._train, "lr_sum": self._lr_sum}
+        return found
+
+    def names(self) -> dict[int, list[str]]:
+        """The blocks that this rank owns."""
+        found: dict[int, list[str]] = {}
+        for block in self.engine.blocks:
+            found.setdefault(block.param, []).append(block.name)
         return found
 
     def entries(self, options: Options) -> dict[int, dict[str, Any]]:
@@ -364,12 +406,33 @@ class ShampooGroup(Group):
 
     def load(self, entries: dict[int, dict[str, Any]], options: Options) -> None:
         """Take over the blocks that this rank owns; the train or eval mode stays."""
+        self._check_loaded(entries, options)
         shared = {name: _one_value(name, entries) for name in ("step", "lr_sum")}
         given = {b: entries[b.param].get(b.name, {}) for b in self.engine.blocks}
         step = int(shared["step"] or 0)
         state_layout.load_blocks(self.engine, given, step, float(shared["lr_sum"] or 0.0))
+        needed = ("step", "lr_sum") if _averages(options) else ("step",)
+        if missing := [name for name in needed if shared[name] is None]:
+            raise ValueError(f"the state dict has no {' and no '.join(missing)} for a group")
         self._step.fill_(step)
         self._nonfinite = 0
+
+    def _check_loaded(self, entries: dict[int, dict[str, Any]], options: Options) -> None:
+        """Refuse options that keep another state, and blocks that there are not."""
+        self._check_fixed(options)
+        for name in ("preconditioner_config", "grafting_config", "iterate_averaging_config"):
+            if type(options[name]) is not type(self._options[name]):
+                raise ValueError(
+                    f"{name} is {options[name]} in the state dict and {self._options[name]} here; "
+                    "build the optimizer with the options it was saved with"
+                )
+        for i, own in entries.items():
+            names = [block.name for block in self.cuts[i].blocks]
+            if more := own.keys() - {*names, "step", "train_mode", "lr_sum"}:
+                raise ValueError(
+                    f"the state dict has {sorted(more)} for parameter {i} of its group, which has "
+                    f"the blocks {names} here; it was saved for another model"
+                )
 
     def set_train_mode(self, options: Options, *, train: bool) -> None:
         """Move the parameters between the training iterate and the average, if there is one."""
@@ -382,8 +445,9 @@ class ShampooGroup(Group):
             return states_of(AveragingState, state)[0].z
 
         fast = self.engine.evaluate(iterates)
-        moves = {b: (z.to(self._views[b]) - self._views[b]) * factor for b, z in fast.items()}
-        self._apply(moves, self._views)
+        into = self._views.of(options["params"])
+        moves = {b: (z.to(into[b]) - into[b]) * factor for b, z in fast.items()}
+        self.apply(Pending(moves, into), None)
         self._train.fill_(train)
 
 
@@ -407,8 +471,11 @@ def _refuse(use_pin_memory: Any, compile_config: Any, concurrency: Any) -> None:
 
 def _complete(options: Options) -> None:
     """Check the options of a group and fill in those that follow from others."""
-    lr, (beta1, beta2), epsilon = options["lr"], options["betas"], options["epsilon"]
-    _in_range("lr", lr, float(lr) >= 0, ">= 0")
+    lr, betas, epsilon = options["lr"], options["betas"], options["epsilon"]
+    number = not isinstance(lr, str) and np.ndim(lr) == 0
+    _in_range("lr", lr, number and float(lr) >= 0, ">= 0")
+    _in_range("betas", betas, isinstance(betas, tuple | list) and len(betas) == 2, "two numbers")
+    beta1, beta2 = betas
     _in_range("betas[0]", beta1, 0 <= beta1 < 1, "in [0, 1)")
     _in_range("betas[1]", beta2, 0 <= beta2 <= 1, "in [0, 1]")
     if options["beta3"] == -1:
@@ -416,6 +483,8 @@ def _complete(options: Options) -> None:
     _in_range("beta3", options["beta3"], 0 <= options["beta3"] < 1, "in [0, 1), or -1 for betas[0]")
     _in_range("weight_decay", options["weight_decay"], options["weight_decay"] >= 0, ">= 0")
     config = options["preconditioner_config"]
+    if config is None:
+        raise TypeError("preconditioner_config=None must be a configuration")
     solver = getattr(config, "amortized_computation_config", None)
     rule = getattr(solver, "rank_deficient_stability_config", None)
     if isinstance(solver, EigendecompositionConfig) and isinstance(rule, PseudoInverseConfig):

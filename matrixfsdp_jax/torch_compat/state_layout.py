@@ -105,7 +105,7 @@ def blocks_state(engine: Engine, packed: bool) -> dict[Block, dict[str, Any]]:
     found: dict[Block, dict[str, Any]] = {block: {} for block in engine.blocks}
 
     def record(key: str, names: Names, stack: jax.Array) -> jax.Array:
-        for block, value in zip(engine.stacks[key], crossing.to_torch(stack), strict=True):
+        for block, value in zip(engine.stacks[key], crossing.to_torch(stack), strict=False):
             value = _pack(value) if packed and _symmetric(names) else value.clone()
             set_entry(found[block], names, value)
         return stack
@@ -137,6 +137,7 @@ def load_blocks(
                     "target_parameter_dimensionality) or for another model"
                 )
             values.append(value)
+        values += values[:1] * (len(old) - len(values))  # the empty place beside one block
         stack = torch.stack(values).to(_device(old))
         return jnp.array(crossing.to_jax(stack), old.dtype, copy=True)
 
@@ -148,7 +149,6 @@ def load_blocks(
         return jnp.zeros_like(x) if fields & {"failures", "nonfinite"} else x
 
     new = jtu.tree_map_with_path(scalar, visit_state(engine.state, read))
-    crossing.wait(new)
     for block, names in unread.items():
         if names:
             raise ValueError(
@@ -156,7 +156,7 @@ def load_blocks(
                 "of its group, which these options do not keep; load it with the options it was "
                 "saved with"
             )
-    engine.state = new
+    engine.set_state(new)
 
 
 def _device(array: jax.Array) -> torch.device:
