@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import optax
 
-from matrixfsdp_jax.layout.costs import method
 from matrixfsdp_jax.layout.phases import refresh_phases
 from matrixfsdp_jax.layout.spec import Plan
 from matrixfsdp_jax.owner.canonical import on_canonical
@@ -21,9 +20,9 @@ from matrixfsdp_jax.owner.present import (
 )
 from matrixfsdp_jax.owner.routed import (
     Routes,
+    check_layout,
     decay_tables,
     mask_of,
-    refuse_rules,
     route_owned,
     route_tree,
 )
@@ -35,7 +34,13 @@ from matrixfsdp_jax.transforms.averaging import (
     averaged_step,
     classic_momentum,
 )
-from matrixfsdp_jax.transforms.checks import check_flags, check_number, check_transformation
+from matrixfsdp_jax.transforms.checks import (
+    check_flags,
+    check_kind,
+    check_number,
+    check_static,
+    check_transformation,
+)
 from matrixfsdp_jax.transforms.kronecker import EigenvalueCorrected
 from matrixfsdp_jax.transforms.refresh import FirstRefresh, Schedule
 from matrixfsdp_jax.transforms.shampoo import ShampooOptions, precondition_stacks
@@ -65,6 +70,20 @@ def make_options(
 ) -> ShampooOptions:
     """The arguments of ``mfsdp.shampoo`` and ``mfsdp.soap``, checked, with defaults filled in."""
     check_flags(stagger=stagger, use_bias_correction=use_bias_correction)
+    check_static(
+        beta3=beta3,
+        epsilon=epsilon,
+        max_preconditioner_dim=max_preconditioner_dim,
+        target_parameter_dimensionality=target_parameter_dimensionality,
+        precondition_frequency=precondition_frequency,
+        start_preconditioning_step=start_preconditioning_step,
+    )
+    if getattr(grafting, "refreshes", False):
+        raise TypeError(
+            f"grafting={grafting!r} has factors, which are never decomposed in a grafting (as in "
+            "the reference), so its norm would be that of SGD or Adam; give mfsdp.SGDGrafting(), "
+            "AdaGradGrafting(), RMSpropGrafting() or AdamGrafting()"
+        )
     if first_step not in get_args(FirstStep):
         raise ValueError(f"first_step={first_step!r} must be one of {get_args(FirstStep)}")
     skip = first_step == "skip"
@@ -106,17 +125,19 @@ def direction(
     options: ShampooOptions, layout: OwnerLayout | None, rules: Any
 ) -> optax.GradientTransformationExtraArgs:
     """The preconditioned direction alone, for owner params of a layout or the user's own tree."""
+    rest = optax.identity()
     if layout is None:
-        return route_tree(
-            lambda routes, _: _precondition_tree(routes, options),
-            optax.identity(),
-            rules,
-            "shampoo",
-        )
-    refuse_rules(rules)
-    _refuse_transposed(layout.plan)
-    tx = on_owners(lambda local: precondition(layout.plan, local, options), layout)
-    return route_owned(tx, optax.identity(), layout)
+
+        def on_tree(routes: Routes, tree: PyTree) -> optax.GradientTransformation:
+            return on_present_leaves(_precondition_tree(routes, options), tree)
+
+        return route_tree(on_tree, rest, rules, "shampoo")
+    check_layout(layout, rules, oriented=False)
+
+    def stacks(local: Local) -> optax.GradientTransformation:
+        return on_present_stacks(precondition(layout.plan, local, options), local)
+
+    return _on_owners(stacks, rest, layout)
 
 
 @dataclass(frozen=True)
@@ -139,11 +160,11 @@ class Core:
                 f"weight_decay_type={self.weight_decay_type!r} must be one of "
                 f"{get_args(WeightDecayType)}"
             )
-        if not isinstance(self.averaging, Averaging | None):
-            raise TypeError(
-                f"iterate_averaging={self.averaging!r} must be mfsdp.ClassicMomentum(), "
-                "GeneralizedPrimalAveraging(), ScheduleFree() or None"
-            )
+        if self.averaging is not None:
+            check_kind("iterate_averaging", self.averaging, *get_args(Averaging))
+        check_static(peak_learning_rate=self.peak_learning_rate)
+        if self.peak_learning_rate is not None:
+            check_number("peak_learning_rate", self.peak_learning_rate, low=0.0)
         peaked = self.weight_decay_type in ("corrected", "independent")
         if peaked and self.peak_learning_rate is None:
             if not isinstance(self.learning_rate, Real):
@@ -172,8 +193,7 @@ class Core:
                 return on_present_leaves(own, tree)
 
             return route_tree(on_tree, rest, rules, "shampoo")
-        refuse_rules(rules)
-        _refuse_transposed(layout.plan)
+        check_layout(layout, rules, oriented=False)
         kept = decay_tables(layout, mask, lambda matrix: 1.0)
 
         def stacks(local: Local, **numbers: Any) -> optax.GradientTransformation:
@@ -182,16 +202,7 @@ class Core:
             return on_present_stacks(own, local)
 
         numbers = {"learning_rate": self.learning_rate, "weight_decay": self.weight_decay}
-        tx = on_owners(stacks, layout, **numbers)
-
-        def update(
-            updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
-        ) -> tuple[PyTree, PyTree]:
-            if extra.get("present") is not None:
-                extra["present"] = present_tables(layout, extra["present"])
-            return tx.update(updates, state, params, **extra)
-
-        return route_owned(optax.GradientTransformationExtraArgs(tx.init, update), rest, layout)
+        return _on_owners(stacks, rest, layout, **numbers)
 
     def on_stacks(
         self, precondition: optax.GradientTransformation, kept: Tables, local: Local
@@ -254,6 +265,25 @@ class Core:
         return lambda count: _at(decay, count) * _at(rate, count) / peak
 
 
+def _on_owners(
+    stacks: Callable[..., optax.GradientTransformation],
+    rest: optax.GradientTransformation,
+    layout: OwnerLayout,
+    **numbers: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """``stacks(local, **numbers)`` by the owners, ``present`` as tables; ``rest`` as it is."""
+    tx = on_owners(stacks, layout, **numbers)
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        if extra.get("present") is not None:
+            extra["present"] = present_tables(layout, extra["present"])
+        return tx.update(updates, state, params, **extra)
+
+    return route_owned(optax.GradientTransformationExtraArgs(tx.init, update), rest, layout)
+
+
 def precondition(plan: Plan, local: Local, options: ShampooOptions) -> optax.GradientTransformation:
     """``precondition_stacks`` for the classes of a plan."""
     shapes = {c.key: c.shape for c in plan.classes}
@@ -280,14 +310,6 @@ def _precondition_tree(
     routes: Routes, options: ShampooOptions
 ) -> optax.GradientTransformationExtraArgs:
     return on_canonical(lambda plan, local: precondition(plan, local, options), routes, "shampoo")
-
-
-def _refuse_transposed(plan: Plan) -> None:
-    if any(matrix.transposed for c in plan.classes for matrix in c.matrices):
-        raise ValueError(
-            f"the layout was planned for {method(plan.optimizer).name} and stores tall matrices "
-            'transposed; plan it with optimizer="shampoo" or "soap"'
-        )
 
 
 def _at(value: ScalarOrSchedule, count: jax.Array) -> Any:

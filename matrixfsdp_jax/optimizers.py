@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import optax
 
 from matrixfsdp_jax.layout.spec import Matrix, Plan
@@ -12,16 +11,21 @@ from matrixfsdp_jax.owner.canonical import on_canonical
 from matrixfsdp_jax.owner.params import OwnerLayout
 from matrixfsdp_jax.owner.routed import (
     Routes,
+    check_layout,
     decay_tables,
     mask_of,
-    refuse_rules,
     route_owned,
     route_tree,
     row_outputs,
     slot_tables,
 )
 from matrixfsdp_jax.owner.update import on_owners
-from matrixfsdp_jax.transforms.checks import check_flags, check_number, check_transformation
+from matrixfsdp_jax.transforms.checks import (
+    check_flags,
+    check_number,
+    check_static,
+    check_transformation,
+)
 from matrixfsdp_jax.transforms.muon import MomentumRule, orthogonalize_stacks, scale_by_momentum
 from matrixfsdp_jax.transforms.scaling import scale_fn
 from matrixfsdp_jax.transforms.stacks import decay, decay_stacks, scale_stacks
@@ -108,7 +112,8 @@ def muon(
 
     Raises:
       ValueError: for an option out of its range.
-      TypeError: if a layout is given and the tree is not owner params of it.
+      TypeError: for an option of another type; if a layout is given and the tree is not owner
+        params of it.
 
     Examples:
       >>> import jax.numpy as jnp, optax, matrixfsdp_jax as mfsdp
@@ -155,7 +160,7 @@ def muon(
             )
 
         return route_tree(on_tree, rest, rules)
-    refuse_rules(rules)
+    check_layout(layout, rules, oriented=True)
     decays = decay_tables(layout, weight_decay_mask, core.factor)
 
     def matrix(
@@ -216,7 +221,7 @@ def scale_by_muon(
     )
     if layout is None:
         return route_tree(lambda routes, _: core.on_tree(routes), optax.identity(), rules)
-    refuse_rules(rules)
+    check_layout(layout, rules, oriented=True)
 
     def matrix(local: Any, **numbers: Any) -> optax.GradientTransformation:
         own = replace(core, **numbers)
@@ -246,12 +251,7 @@ class _MuonCore:
 
     def __post_init__(self) -> None:
         """Bad options raise here, at construction, and not in the step."""
-        if isinstance(self.ns_steps, jax.Array):
-            raise TypeError(
-                "ns_steps must be a Python int, but is an array; optax.inject_hyperparams needs "
-                'static_args=("ns_steps",), and there also the name of any function you give that '
-                "is no schedule (scale, weight_decay_mask)"
-            )
+        check_static(ns_steps=self.ns_steps)
         if not isinstance(self.variant, MuonVariant):
             raise TypeError(
                 f"variant={self.variant!r} must be a mfsdp.MuonVariant, such as "

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 import optax
 
 from matrixfsdp_jax.assembly import (
@@ -14,13 +14,14 @@ from matrixfsdp_jax.assembly import (
     eigenvalue_corrected,
     make_options,
 )
-from matrixfsdp_jax.layout.leaves import is_masked, states_of
+from matrixfsdp_jax.layout.leaves import flatten, states_of
 from matrixfsdp_jax.owner.params import OwnerLayout, OwnerParams
 from matrixfsdp_jax.transforms.averaging import (
     AveragingState,
     GeneralizedPrimalAveraging,
     ScheduleFree,
 )
+from matrixfsdp_jax.transforms.checks import check_kind
 from matrixfsdp_jax.transforms.kronecker import EigenvalueCorrected, RootInverse
 from matrixfsdp_jax.transforms.refresh import FirstRefresh
 
@@ -72,7 +73,8 @@ def shampoo(
         own tree, on one device.
       rules: routing for ``layout=None``. By default matrices and leaves of order 3 and 4 are
         preconditioned; embeddings, heads and 1-D leaves go to ``rest``.
-        ``mfsdp.rules.tensor("*")`` preconditions everything.
+        ``mfsdp.rules.tensor("*")`` preconditions everything, but refuses leaves that are empty or
+        of integers: name these before it, in ``mfsdp.rules.frozen`` or ``rest``.
       betas: decay of the gradient average (0: none) and of the factors (1: a sum).
       beta3: weight of the average in the direction; None is ``betas[0]``.
       epsilon: damping of the factors, > 0 (exactly 0 with ``PseudoInverse``).
@@ -84,7 +86,8 @@ def shampoo(
       max_preconditioner_dim: largest size of a factor; ``math.inf`` for no blocks.
       target_parameter_dimensionality: small dims are merged while the order is above it. The
         reference's default 1 makes one long vector of a small matrix; here it is 2.
-      precondition_frequency: steps between two decompositions of a factor.
+      precondition_frequency: steps between two decompositions of a factor; at most 100 000 under
+        ``stagger``.
       start_preconditioning_step: the first step with a decomposition; None is
         ``precondition_frequency``. Before it the direction is that of ``grafting`` (without one:
         Shampoo's with identities for roots).
@@ -96,16 +99,19 @@ def shampoo(
       preconditioner: ``mfsdp.RootInverse()`` (default), ``Eigendecomposed()``,
         ``EigenvalueCorrected()`` (SOAP), ``SpectralDescent()``, ``SignDescent()``, or a grafting
         record.
-      grafting: ``mfsdp.SGDGrafting()``, ``AdaGradGrafting()``, ``RMSpropGrafting()``,
-        ``AdamGrafting()`` or any preconditioner: the norm of its direction, block by block.
+      grafting: ``mfsdp.SGDGrafting()``, ``AdaGradGrafting()``, ``RMSpropGrafting()`` or
+        ``AdamGrafting()``: the norm of its direction, block by block. Any preconditioner without
+        factors will do.
       iterate_averaging: ``mfsdp.ClassicMomentum()``, ``GeneralizedPrimalAveraging()`` or
-        ``ScheduleFree()``; see ``mfsdp.averaged_params`` for evaluation.
+        ``ScheduleFree()``; see ``mfsdp.averaged_params`` for evaluation. Under the last two weight
+        decay shrinks the fast iterate alone, so what is evaluated is then no mean of it.
       rest: optimizer of every other trainable leaf. Default ``optax.adamw(3e-4)``.
 
     Returns:
       An optax transformation. A decomposition that fails keeps the last good root and counts in
-      ``ShampooState.failures``; a factor that is not finite counts in ``nonfinite``;
-      ``mfsdp.train_step`` raises on them. ``update`` takes the extra argument ``present``, a tree
+      ``ShampooState.failures``; a factor that is not finite counts in ``nonfinite``, but only at a
+      refresh of its block; ``mfsdp.train_step`` raises on them. ``mfsdp.skip_nonfinite`` is what
+      keeps bad gradients out. ``update`` takes the extra argument ``present``, a tree
       (or prefix) of bools in the user's structure: a preconditioned leaf where it is false has no
       gradient in this step, which is not a zero one: it keeps value and state.
 
@@ -114,7 +120,9 @@ def shampoo(
     preconditioner); products at highest precision; updates in the gradients' dtype.
 
     Raises:
-      ValueError: for an option out of its range.
+      ValueError: for an option out of its range, or a layout planned for another kind of method.
+      TypeError: for an option of another type. ``optax.inject_hyperparams`` makes arrays of numbers
+        that must be static here; the message has the ``static_args`` that it needs.
 
     Examples:
       >>> params = {"kernel": jnp.ones((8, 16)), "bias": jnp.zeros(16)}
@@ -210,7 +218,9 @@ def soap(
       first_step: ``"update"``: the first step updates, as in facebookresearch/optimizers.
         ``"skip"``: it only builds factors and basis, its direction is zero (weight decay acts), and
         all moments (with their bias corrections) begin with the second gradient, as in the paper's
-        code; the first decomposition is then in step 1.
+        code; the first decomposition is then in step 1. It is the first update of the optimizer,
+        not the first gradient of a leaf: one that is not ``present`` in it starts in the identity
+        basis.
       use_bias_correction: as there.
       preconditioner: ``mfsdp.EigenvalueCorrected(...)``, for ``QRBasis``, adaptive refresh by
         ``tolerance``, dims without a basis, other exponents.
@@ -222,7 +232,8 @@ def soap(
     Numerics: as ``mfsdp.shampoo``.
 
     Raises:
-      ValueError: for an option out of its range.
+      ValueError: as there.
+      TypeError: as there.
 
     Examples:
       >>> tx = mfsdp.soap(3e-3, weight_decay=0.01)
@@ -276,8 +287,8 @@ def scale_by_shampoo(
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of ``shampoo`` without decay, averaging and rate.
 
-    See ``shampoo`` for the arguments. Leaves that are not preconditioned pass unchanged, frozen
-    ones get a zero update.
+    See ``shampoo`` for the arguments, and for ``present``. Leaves that are not preconditioned pass
+    unchanged, frozen ones get a zero update.
     """
     options = make_options(
         betas,
@@ -345,19 +356,36 @@ def averaged_params(
 
     Returns:
       ``X = Y + (1 - 1 / train_interp_coeff) (Z - Y)`` in the structure and dtypes of ``params``;
-      leaves that are not averaged as they are.
+      leaves that are not averaged as they are. Leaves are matched by path. ``X`` is no mean of past
+      ``Z`` where weight decay (other than ``"l2"``) has shrunk ``Z`` alone.
+
+    Raises:
+      TypeError: if ``iterate_averaging`` is neither record.
+      ValueError: if the state holds no average, or not that of these parameters.
     """
+    check_kind("iterate_averaging", iterate_averaging, GeneralizedPrimalAveraging, ScheduleFree)
     found = states_of(AveragingState, state)
     if len(found) != 1:
         raise ValueError(f"the state holds {len(found)} iterate averages, expected one")
-    z = found[0].z
+    averages = dict(zip(*flatten(found[0].z)[:2], strict=True))
+    owned = isinstance(params, OwnerParams)
+    paths, values, treedef = flatten(params.stacks if owned else params)
+    shapes = {path: jnp.shape(y) for path, y in zip(paths, values, strict=True)}
+    expected = {path: z.shape for path, z in averages.items()}
+    common = expected.keys() & shapes.keys()
+    if averages and (not common or any(shapes[path] != expected[path] for path in common)):
+        kind = "owner params" if owned else f"a {type(params).__name__}"
+        raise ValueError(
+            f"the state averages {expected}, but params are {kind} with {shapes}; give those that "
+            "the state belongs to, canonical or owner params as it is"
+        )
     factor = 1 - 1 / iterate_averaging.train_interp_coeff
 
-    def averaged(z: Any, y: Any) -> Any:
-        if is_masked(z):
+    def averaged(path: str, y: Any) -> Any:
+        if path not in averages:
             return y
+        z = averages[path]
         return (y.astype(z.dtype) + factor * (z - y.astype(z.dtype))).astype(y.dtype)
 
-    if isinstance(params, OwnerParams):
-        return params._replace(stacks=jax.tree.map(averaged, z, params.stacks, is_leaf=is_masked))
-    return jax.tree.map(averaged, z, params, is_leaf=is_masked)
+    new = treedef.unflatten(map(averaged, paths, values))
+    return params._replace(stacks=new) if owned else new

@@ -12,11 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from matrixfsdp_jax.layout.leaves import states_of
+from matrixfsdp_jax.layout.leaves import natural_key, states_of
 from matrixfsdp_jax.owner import collectives, gradients
 from matrixfsdp_jax.owner.params import OwnerLayout, OwnerParams
 from matrixfsdp_jax.owner.update import global_norm
@@ -85,7 +86,11 @@ class TrainStep:
             counters = {name: int(x) for name, x in self._unread.pop(0).items()}
             if counters["nonfinite"] or counters["failures"] > self._tolerated:
                 self._unread.clear()
-                raise PreconditionerError(counters, self._tolerated, out)
+                names = {
+                    "failures": _names(out[1], self._layout, "failures", self._tolerated),
+                    "nonfinite": _names(out[1], self._layout, "nonfinite", 0),
+                }
+                raise PreconditionerError(counters, self._tolerated, out, names)
 
     def lower(
         self,
@@ -105,20 +110,38 @@ class PreconditionerError(RuntimeError):
 
     Attributes:
       counters: ``failures``, the most refreshes of one block that failed in a row, and
-        ``nonfinite``, how many met a factor with an infinity or a NaN.
+        ``nonfinite``, how many so far met a factor with an infinity or a NaN.
       outputs: what the step returned, for its arguments may have been donated. Blocks that failed
-        went on with their last good root.
+        went on with their last good root, but parameters may hold NaN after a factor that was not
+        finite.
+      matrices: for each counter the names of the matrices (or tensors) concerned, as far as this
+        process holds them.
     """
 
-    def __init__(self, counters: dict[str, int], tolerated: int, outputs: tuple[Any, ...]) -> None:
-        super().__init__(
-            f"a preconditioner could not be refreshed: {counters['nonfinite']} factors were not "
-            f"finite, a decomposition failed {counters['failures']} times in a row "
-            f"(tolerated_failures={tolerated}). Skip bad gradients (mfsdp.skip_nonfinite), raise "
-            "epsilon, or set tolerated_failures; the step's results are in error.outputs"
-        )
+    def __init__(
+        self,
+        counters: dict[str, int],
+        tolerated: int,
+        outputs: tuple[Any, ...],
+        matrices: dict[str, list[str]],
+    ) -> None:
+        found = []
+        if counters["nonfinite"]:
+            found.append(
+                f"{counters['nonfinite']} refreshes of blocks met a factor that was not finite "
+                f"(in {_some(matrices['nonfinite'])}), so parameters may hold NaN: go on from a "
+                "saved state, with the optimizer inside mfsdp.skip_nonfinite(tx, layout=layout)"
+            )
+        if counters["failures"] > tolerated:
+            found.append(
+                f"{counters['failures']} refreshes of a block failed in a row (in "
+                f"{_some(matrices['failures'])}), more than tolerated_failures={tolerated}: raise "
+                "that or epsilon"
+            )
+        super().__init__(f"{'; '.join(found)}. The step's results are in error.outputs")
         self.counters = counters
         self.outputs = outputs
+        self.matrices = matrices
 
 
 def train_step(
@@ -157,6 +180,8 @@ def train_step(
         forward pass changes (batch norm), or a tree (prefix) of them. Each device carries its own
         through its micro-batches; the reduction makes them one again.
       tolerated_failures: for Shampoo and SOAP: how many refreshes of one block may fail in a row.
+        A gradient with a NaN shows only when its block is refreshed, and never in kinds without
+        factors; ``mfsdp.skip_nonfinite`` is what guards against it.
       donate: give the buffers of ``owned``, ``state`` and ``model_state`` to the outputs.
 
     Returns:
@@ -171,13 +196,17 @@ def train_step(
     state; for Shampoo and SOAP one scalar all-reduce per failure counter and group of blocks.
 
     Raises:
-      ValueError: before any device work, if ``accumulate`` is not a positive integer, the batch
-        does not divide, the reduction is unknown, or the params are not of this layout.
+      ValueError: before any device work, if ``accumulate`` is not a positive integer,
+        ``tolerated_failures`` is no integer >= 0, the batch does not divide, the reduction is
+        unknown, or the params are not of this layout.
       PreconditionerError: from the step, for a factor that is not finite or too many failed
         decompositions.
     """
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate={accumulate!r} must be a positive integer")
+    tolerated = tolerated_failures
+    if isinstance(tolerated, bool) or not isinstance(tolerated, int) or tolerated < 0:
+        raise ValueError(f"tolerated_failures={tolerated!r} must be an integer >= 0")
     _check_reduction("model_state_reduction", model_state_reduction)
     _check_reduction("aux_reduction", aux_reduction, none=False)
     if not has_aux and (extra_args is not None or aux_reduction != "mean"):
@@ -292,6 +321,26 @@ def _counters(state: PyTree) -> dict[str, dict[str, jax.Array]]:
         "nonfinite": jnp.sum(jnp.stack(nonfinite)),
     }
     return {"preconditioner": counters}
+
+
+def _names(state: PyTree, layout: OwnerLayout, field: str, limit: int) -> list[str]:
+    """The matrices with a block whose counter is above ``limit``, of those held by this process."""
+    classes = {c.key: dict(zip(c.slots, c.matrices, strict=True)) for c in layout.plan.classes}
+    found = set()
+    for own in states_of(ShampooState, state):
+        for key, groups in getattr(own, field).items():
+            for shard in (s for x in jax.tree.leaves(groups) for s in x.addressable_shards):
+                first = shard.index[0].start or 0
+                for device, wave, _ in np.argwhere(np.asarray(shard.data) > limit).tolist():
+                    matrix = classes.get(key, {}).get((first + device, wave))
+                    found.add(key if matrix is None else matrix.name)
+    return sorted(found, key=natural_key)
+
+
+def _some(names: list[str]) -> str:
+    """The first names, for a message."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more or "matrices of other processes or steps"
 
 
 def _refuse_donated(**trees: PyTree) -> None:

@@ -725,6 +725,15 @@ def test_bad_accumulate(accumulate: Any) -> None:
         mfsdp.train_step(mean_loss, optax.sgd(1.0), layout, accumulate=accumulate)
 
 
+@pytest.mark.parametrize("tolerated", [-1, True, 2.5, "3", None])
+def test_tolerated_failures_must_be_a_count(tolerated: Any) -> None:
+    layout = mfsdp.plan(SMALL.params, make_mesh(2))
+    with pytest.raises(
+        ValueError, match=f"tolerated_failures={tolerated!r} must be an integer >= 0"
+    ):
+        mfsdp.train_step(mean_loss, optax.sgd(1.0), layout, tolerated_failures=tolerated)
+
+
 @pytest.mark.parametrize("reduction", ["min", {"a": "mean", "b": "first"}])
 def test_unknown_reduction(reduction: Any) -> None:
     layout = mfsdp.plan(SMALL.params, make_mesh(2))

@@ -6,14 +6,16 @@ Shape legend: ``N`` devices on the owner axis, ``W`` waves, ``K`` Newton-Schulz 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from math import prod
+from functools import lru_cache
+from math import inf, prod
 from typing import Literal
 
 from matrixfsdp_jax.layout.blocks import block_groups, merge_dims
 from matrixfsdp_jax.layout.phases import Units
 from matrixfsdp_jax.layout.spec import LeafPlan, Plan, ShapeClass, TensorView, View, dtype_bytes
 
+# Tables and reports have an entry per step of a period.
+MAX_FREQUENCY = 100_000
 CollectiveKind = Literal["all-gather", "reduce-scatter", "all-reduce"]
 Dims = tuple[int, ...]
 
@@ -75,7 +77,33 @@ def newton_schulz_flops(dims: Dims, steps: int) -> int:
     return steps * (4 * m * m * n + 2 * m * m * m)
 
 
-@cache  # the same options give the same record, so plans compare equal
+def check_dim(name: str, value: int | float) -> None:
+    """Refuse what is neither an int >= 1 nor infinite.
+
+    Raises: ValueError, naming argument and value.
+    """
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if value != inf and not (whole and value >= 1):
+        raise ValueError(f"{name}={value!r} must be an int >= 1 or math.inf")
+
+
+def check_frequency(value: int, limit: int = MAX_FREQUENCY) -> None:
+    """Refuse a ``precondition_frequency`` that is no int from 1 to ``limit``.
+
+    Raises: ValueError, naming argument and value.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
+        raise ValueError(
+            f"precondition_frequency={value!r} must be an int >= 1 and <= {limit}: tables have an "
+            "entry for every step of a period"
+        )
+
+
+# Products with the root and arrays of moments.
+_SHAMPOO_COSTS = {"shampoo": (1, 1), "soap": (3, 2)}
+
+
+@lru_cache(maxsize=None, typed=True)  # the same options, the same record: plans compare equal
 def shampoo_method(
     name: Literal["shampoo", "soap"],
     max_preconditioner_dim: int | float,
@@ -97,8 +125,16 @@ def shampoo_method(
       max_preconditioner_dim: largest side of a block; ``math.inf`` for no limit.
       target: the order down to which small dims are merged; ``math.inf`` merges none.
       precondition_frequency: steps between eigendecompositions.
+
+    Raises:
+      ValueError: for an unknown name, or a number that is out of range or no int.
     """
-    products, moments = {"shampoo": (1, 1), "soap": (3, 2)}[name]
+    if name not in _SHAMPOO_COSTS:
+        raise ValueError(f"name={name!r} must be one of {', '.join(_SHAMPOO_COSTS)}")
+    check_dim("max_preconditioner_dim", max_preconditioner_dim)
+    check_dim("target", target)
+    check_frequency(precondition_frequency)
+    products, moments = _SHAMPOO_COSTS[name]
 
     def blocks(dims: Dims) -> Iterator[tuple[Dims, int]]:
         merged = merge_dims(dims, max_preconditioner_dim, target)
@@ -155,14 +191,19 @@ def method(optimizer: str | Method) -> Method:
     """The record of an optimizer, which may be given itself.
 
     Raises:
+      TypeError: if it is neither a name nor a `Method`.
       ValueError: if there is none of that name; it lists the known ones.
     """
     if isinstance(optimizer, Method):
         return optimizer
-    if optimizer not in METHODS:
-        raise ValueError(
-            f"unknown optimizer {optimizer!r}: the planner knows {', '.join(sorted(METHODS))}"
+    known = ", ".join(sorted(METHODS))
+    if not isinstance(optimizer, str):
+        raise TypeError(
+            f"optimizer={optimizer!r} must be a name ({known}) or a layout.costs.Method, such as "
+            'mfsdp.shampoo_method("soap", 1024, 2, 10)'
         )
+    if optimizer not in METHODS:
+        raise ValueError(f"unknown optimizer {optimizer!r}: the planner knows {known}")
     return METHODS[optimizer]
 
 

@@ -79,7 +79,7 @@ def _summary(plan: Plan, cost: Costs, found: Refresh | None) -> str:
         is_muon = method(plan.optimizer).matrix_flops is newton_schulz_flops
         steps = f" ({plan.ns_steps} Newton-Schulz steps)" if is_muon else ""
         lines += [
-            f"update per device: {_flops(cost.flops.padded)}FLOP{steps}, "
+            f"update per device: {_flops(cost.flops.padded, 'FLOP')}{steps}, "
             f"{cost.flops.padded_balance:.2f} x the mean of useful work; "
             f"busiest owner {cost.flops.balance:.2f} x",
             f"padding: stacks hold {cost.padding_factor:.2f} x the elements of the matrices",
@@ -258,11 +258,11 @@ def _bytes(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
-def _flops(count: int) -> str:
-    for power, unit in ((15, "P"), (12, "T"), (9, "G"), (6, "M")):
+def _flops(count: int, unit: str = "") -> str:
+    for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M")):
         if count >= 10**power:
-            return f"{count / 10**power:.1f} {unit}"
-    return str(count)
+            return f"{count / 10**power:.1f} {prefix}{unit}"
+    return f"{count} {unit}".rstrip()
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:

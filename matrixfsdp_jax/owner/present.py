@@ -58,13 +58,20 @@ def on_present_leaves(
     def choose(present: Any, updates: PyTree) -> tuple[Test, Choice]:
         paths, flags, _ = tree_leaves.flatten(_spread(present, whole))
         flag = {path: jnp.asarray(f, bool) for path, f in zip(paths, flags, strict=True)}
-        own, _, treedef = tree_leaves.flatten(updates)
+        own, leaves, treedef = tree_leaves.flatten(updates)
+
+        def is_like(x: Any) -> bool:
+            # Shapes and dtypes, because a tree that is one array has the structure of a count.
+            return jax.tree.structure(x) == treedef and all(
+                jnp.shape(a) == jnp.shape(b) and jnp.issubdtype(a.dtype, jnp.inexact)
+                for a, b in zip(jax.tree.leaves(x), leaves, strict=True)
+            )
 
         def by_leaf(x: Any) -> bool:
-            return jax.tree.structure(x) == treedef or (isinstance(x, dict) and set(x) == set(own))
+            return is_like(x) or (isinstance(x, dict) and set(x) == set(own))
 
         def chosen(new: Any, old: Any) -> Any:
-            if jax.tree.structure(new) == treedef:
+            if is_like(new):
                 pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), own, strict=True)
                 return treedef.unflatten([_where(flag[p], a, b) for a, b, p in pairs])
             return {path: _where(flag[path], new[path], old[path]) for path in new}
@@ -83,10 +90,10 @@ def _on_present(
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, *, present: Any = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:
-        new, new_state = tx.update(updates, state, params, **extra)
         if present is None:
-            return new, new_state
+            return tx.update(updates, state, params, **extra)
         by_parameter, chosen = choose(present, updates)
+        new, new_state = tx.update(updates, state, params, **extra)
 
         def kept(new: Any, old: Any) -> Any:
             return chosen(new, old) if by_parameter(new) else new
@@ -99,6 +106,13 @@ def _on_present(
 
 def _spread(present: PyTree, tree: PyTree) -> PyTree:
     """``present`` with a flag at every leaf of ``tree``."""
+    for flag in jax.tree.leaves(present):
+        array = isinstance(flag, jax.Array | np.ndarray | np.bool) and flag.shape == ()
+        if not isinstance(flag, bool) and not (array and flag.dtype == bool):
+            raise TypeError(
+                f"present holds {flag!r}; give True, False or an array of one bool for each leaf, "
+                "in the structure of the parameters (or a prefix of it)"
+            )
     try:
         return tree_leaves.spread(present, tree)
     except ValueError as error:

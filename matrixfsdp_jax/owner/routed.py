@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 
-from matrixfsdp_jax.layout.costs import Method
+from matrixfsdp_jax.layout.costs import Method, method
 from matrixfsdp_jax.layout.leaves import spread, states_of
 from matrixfsdp_jax.layout.rules import route
 from matrixfsdp_jax.layout.spec import Leaf, LeafRoute, Matrix, Plan, ShapeClass, is_inexact
@@ -164,7 +164,9 @@ def _keep_dtypes(tx: optax.GradientTransformation) -> optax.GradientTransformati
 def mask_of(tree: PyTree, mask: Any) -> PyTree:
     """A weight-decay mask as a tree (or prefix) of bools; None means all.
 
-    Raises: TypeError if it holds anything else.
+    Raises:
+      TypeError: if it holds anything else.
+      ValueError: if it is no prefix of the tree.
     """
     mask = True if mask is None else mask(tree) if callable(mask) else mask
     for value in jax.tree.leaves(mask, is_leaf=lambda x: x is None):
@@ -173,7 +175,15 @@ def mask_of(tree: PyTree, mask: Any) -> PyTree:
                 f"weight_decay_mask holds {value!r}; give True or False for each leaf, in the "
                 "structure of the parameters (or a prefix of it), or a function of them"
             )
-    return mask
+    if is_placeholder(tree):
+        return mask
+    try:
+        return spread(mask, tree)
+    except ValueError as error:
+        raise ValueError(
+            "weight_decay_mask is not a prefix of the parameter tree "
+            f"({error}); give booleans in the structure of the parameters, or a function of them"
+        ) from error
 
 
 def canonical_shapes(layout: OwnerLayout) -> PyTree:
@@ -186,16 +196,33 @@ def decay_tables(
     layout: OwnerLayout, mask: Any, factor: Callable[[Matrix], float]
 ) -> dict[str, np.ndarray]:
     """The weight-decay mask, given in canonical names, as 0 or 1 over the factor of each slot."""
-    tree = canonical_shapes(layout)
-    mask = mask_of(tree, mask)
-    try:
-        keep = jax.tree.leaves(spread(mask, tree))
-    except ValueError as error:
-        raise ValueError(
-            "weight_decay_mask is not a prefix of the parameter tree that was planned "
-            f"({error}); give booleans in the structure of the parameters, or a function of them"
-        ) from error
+    keep = jax.tree.leaves(mask_of(canonical_shapes(layout), mask))
     return slot_tables(layout.plan.classes, lambda m: keep[m.leaf] / factor(m))
+
+
+def check_layout(layout: Any, rules: Any, *, oriented: bool) -> None:
+    """Refuse a ``layout=`` that an optimizer cannot take, and rules beside it.
+
+    ``oriented``: whether the optimizer takes matrices with ``m <= n``, or tensors as they are.
+
+    Raises:
+      TypeError: for what is no ``OwnerLayout``.
+      ValueError: for a layout that was planned for a method of the other kind.
+    """
+    if not isinstance(layout, OwnerLayout):
+        raise TypeError(
+            f"layout={layout!r} must be an OwnerLayout, from mfsdp.plan(params, mesh, ...), or None"
+        )
+    refuse_rules(rules)
+    record = method(layout.plan.optimizer)
+    if record.oriented != oriented:
+        stores = (
+            "stores tall matrices transposed" if record.oriented else "stores tensors as they are"
+        )
+        names = '"muon"' if oriented else '"shampoo" or "soap"'
+        raise ValueError(
+            f"the layout was planned for {record.name} and {stores}; plan it with optimizer={names}"
+        )
 
 
 def refuse_rules(rules: Any) -> None:

@@ -53,6 +53,8 @@ logger = logging.getLogger(__name__)
 
 # May change from step to step without a compilation.
 _DYNAMIC = ("lr", "weight_decay")
+# Of other options, before a warning: each compiles.
+_MANY_CHANGES = 5
 # Decide which blocks there are: fixed once there is a state.
 _FIXED = ("max_preconditioner_dim", "distributed_config")
 
@@ -243,6 +245,7 @@ class ShampooGroup(Group):
         self._train = torch.ones((), dtype=torch.bool)
         self._lr_sum = torch.zeros((), dtype=torch.float32)
         self._nonfinite = 0
+        self._changes = 0
 
     # ---- the step ------------------------------------------------------------------------------
 
@@ -260,6 +263,14 @@ class ShampooGroup(Group):
             return
         self._check_fixed(options)
         _complete(options)
+        self._changes += 1
+        if self._changes == _MANY_CHANGES:
+            logger.warning(
+                "options other than lr and weight_decay have changed %d times, and each change "
+                "compiles the step of the group again; a scheduler that cycles betas does so in "
+                "every step (cycle_momentum=False leaves them)",
+                self._changes,
+            )
         self.engine.set_transform(self._make(options))
         self._options = dict(options)
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from matrixfsdp_jax.transforms.checks import check_number
+from matrixfsdp_jax.transforms.checks import check_flags, check_number
 from matrixfsdp_jax.transforms.stacks import wide
 
 PyTree = Any
@@ -32,34 +32,44 @@ class ClassicMomentum:
     use_nesterov: bool = False
 
     def __post_init__(self) -> None:
-        check_number("momentum", self.momentum, low=0.0, below=1.0, above_low=True)
-        check_number("dampening", self.dampening, low=0.0, below=1.0)
+        check_number("momentum", self.momentum, low=0.0, below=1.0, above_low=True, static=True)
+        check_number("dampening", self.dampening, low=0.0, below=1.0, static=True)
+        check_flags(use_nesterov=self.use_nesterov)
 
 
 @dataclass(frozen=True)
 class GeneralizedPrimalAveraging:
-    """Train at ``Y``, a mix of the fast iterate ``Z`` and its average ``X``; evaluate at ``X``."""
+    """Train at ``Y``, a mix of the fast iterate ``Z`` and its average ``X``; evaluate at ``X``.
+
+    Weight decay that is not ``"l2"`` shrinks ``Z`` alone, as in the reference. ``X`` is worked out
+    from ``Y`` and ``Z``, so with it ``X`` is no mean of past ``Z``.
+    """
 
     eval_interp_coeff: float = 0.9
     train_interp_coeff: float = 0.8
 
     def __post_init__(self) -> None:
-        check_number("eval_interp_coeff", self.eval_interp_coeff, low=0.0, below=1.0)
+        check_number("eval_interp_coeff", self.eval_interp_coeff, low=0.0, below=1.0, static=True)
         _check_train_coefficient(self.train_interp_coeff)
 
 
 @dataclass(frozen=True)
 class ScheduleFree:
-    """As above, with a running average of ``Z`` weighted by powers of the learning rate."""
+    """As above, with a running average of ``Z`` weighted by powers of the learning rate.
+
+    Weight decay acts as above.
+    """
 
     train_interp_coeff: float = 0.8
     eval_coeff_lr_power: float = 2.0
 
     def __post_init__(self) -> None:
         _check_train_coefficient(self.train_interp_coeff)
+        check_number("eval_coeff_lr_power", self.eval_coeff_lr_power, static=True)
 
 
 def _check_train_coefficient(value: float) -> None:
+    check_number("train_interp_coeff", value, static=True)
     if not 0 < value <= 1:
         raise ValueError(f"train_interp_coeff={value} must be in (0, 1]")
 

@@ -9,21 +9,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 
-from matrixfsdp_jax.linalg.eigenbasis import EighBasis, QRBasis, eigenbasis
+from matrixfsdp_jax.linalg.eigenbasis import BasisSolver, EighBasis, eigenbasis
 from matrixfsdp_jax.linalg.roots import (
-    CoupledHigherOrderRoot,
-    CoupledNewtonRoot,
     EighRoot,
+    RootSolver,
     eigenvalue_powers,
     inverse_root,
     matmul,
 )
-from matrixfsdp_jax.transforms.checks import check_dtype
+from matrixfsdp_jax.transforms.checks import check_dtype, check_flags, check_kind, check_number
 from matrixfsdp_jax.transforms.preconditioners import Context, correction, weight
 from matrixfsdp_jax.transforms.stacks import wide
 
@@ -41,6 +40,24 @@ class _Kronecker:
     trace_scaling_exponent: float | None = None
 
     refreshes = True
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of range or of another kind."""
+        check_flags(drop_weighting_factor_on_gsquare=self.drop_weighting_factor_on_gsquare)
+        if self.trace_scaling_exponent is not None:
+            check_number(
+                "trace_scaling_exponent",
+                self.trace_scaling_exponent,
+                low=0.0,
+                above_low=True,
+                static=True,
+            )
+        name = "inverse_exponent_override"
+        for order, given in _by_order(name, self.inverse_exponent_override):
+            if isinstance(given, Mapping):
+                _check_dims(f"{name}[{order}]", given, order)
+            for x in given.values() if isinstance(given, Mapping) else (given,):
+                check_number(f"{name}[{order}]", x, low=0.0, static=True)
 
     def check(self) -> None:
         """Refuse a dtype that cannot be decomposed here.
@@ -150,6 +167,11 @@ class _Roots(_Kronecker, ABC):
 
     kl: bool = False
 
+    def __post_init__(self) -> None:
+        """As above."""
+        super().__post_init__()
+        check_flags(kl=self.kl)
+
     def accumulate(self, state: Any, g: jax.Array, ctx: Context) -> Any:
         dims = self.dims(ctx.order)
         gs = [g for _ in dims]
@@ -181,7 +203,12 @@ class RootInverseState(NamedTuple):
 class RootInverse(_Roots):
     """Shampoo: the inverse root of every factor is kept."""
 
-    root: EighRoot | CoupledNewtonRoot | CoupledHigherOrderRoot = field(default_factory=EighRoot)
+    root: RootSolver = field(default_factory=EighRoot)
+
+    def __post_init__(self) -> None:
+        """As above."""
+        super().__post_init__()
+        check_kind("root", self.root, *get_args(RootSolver))
 
     def init(self, zeros: jax.Array, order: int) -> RootInverseState:
         return RootInverseState(self._zeros(zeros, order), self._identities(zeros, order))
@@ -210,7 +237,12 @@ class EigendecomposedState(NamedTuple):
 class Eigendecomposed(_Roots):
     """Shampoo: eigenvectors and eigenvalues are kept, and the root is formed in every step."""
 
-    basis: EighBasis | QRBasis = field(default_factory=EighBasis)
+    basis: BasisSolver = field(default_factory=EighBasis)
+
+    def __post_init__(self) -> None:
+        """As above."""
+        super().__post_init__()
+        check_kind("basis", self.basis, *get_args(BasisSolver))
 
     def init(self, zeros: jax.Array, order: int) -> EigendecomposedState:
         """No statistics, identities for eigenvectors, ones for eigenvalues."""
@@ -256,8 +288,20 @@ class EigenvalueCorrected(_Kronecker):
     ``inverse_exponent_override``: order -> exponent of the second moment, 1/2 by default.
     """
 
-    basis: EighBasis | QRBasis = field(default_factory=EighBasis)
+    basis: BasisSolver = field(default_factory=EighBasis)
     ignored_basis_change_dims: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """As above."""
+        super().__post_init__()
+        check_kind("basis", self.basis, *get_args(BasisSolver))
+        for order in self.inverse_exponent_override:
+            self.exponent(order)
+        name = "ignored_basis_change_dims"
+        for order, dims in _by_order(name, self.ignored_basis_change_dims):
+            if not isinstance(dims, tuple | list):
+                raise TypeError(f"{name}[{order}]={dims!r} must be a tuple of dims")
+            _check_dims(f"{name}[{order}]", dims, order)
 
     def dims(self, order: int) -> tuple[int, ...]:
         ignored = self.ignored_basis_change_dims.get(order, ())
@@ -273,7 +317,6 @@ class EigenvalueCorrected(_Kronecker):
         return given
 
     def init(self, zeros: jax.Array, order: int) -> EigenvalueCorrectedState:
-        self.exponent(order)
         return EigenvalueCorrectedState(
             self._zeros(zeros, order),
             self._identities(zeros, order),
@@ -310,6 +353,35 @@ class EigenvalueCorrected(_Kronecker):
     def _rotated(self, state: EigenvalueCorrectedState, x: jax.Array, ctx: Context) -> jax.Array:
         x = x.astype(state.moment.dtype)
         return multiply(x, state.vectors, self.dims(ctx.order), ctx.order)
+
+
+# ---- options by order --------------------------------------------------------------------------
+
+
+def _by_order(name: str, given: Any) -> Iterable[tuple[int, Any]]:
+    """The items of a mapping from the order of a block.
+
+    Raises: TypeError for another thing or key.
+    """
+    if not isinstance(given, Mapping) or not all(_is_whole(order) for order in given):
+        raise TypeError(
+            f"{name}={given!r} must be a mapping from orders of blocks, which are ints >= 0"
+        )
+    return given.items()
+
+
+def _check_dims(name: str, dims: Any, order: int) -> None:
+    """Refuse what are no different dims of a block of ``order`` (a scalar counts as one dim).
+
+    Raises: ValueError.
+    """
+    allowed = range(max(order, 1))
+    if not all(_is_whole(dim) and dim in allowed for dim in dims) or len(set(dims)) < len(dims):
+        raise ValueError(f"{name}={dims!r} must name each dim once, out of {list(allowed)}")
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and x >= 0
 
 
 # ---- products ----------------------------------------------------------------------------------

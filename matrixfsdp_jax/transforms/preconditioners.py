@@ -23,8 +23,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from matrixfsdp_jax.linalg.coefficients import newton_schulz_schedule
 from matrixfsdp_jax.linalg.orthogonalize import orthogonalize
-from matrixfsdp_jax.transforms.checks import check_number
+from matrixfsdp_jax.transforms.checks import (
+    check_callable,
+    check_flags,
+    check_kind,
+    check_number,
+)
 
 PyTree = Any
 
@@ -97,9 +103,11 @@ class _Squares(_Elementwise):
     _corrected = False
 
     def __post_init__(self) -> None:
+        check_number("beta2", self.beta2, static=True)
         if not 0 < self.beta2 <= 1:
             raise ValueError(f"beta2={self.beta2} must be in (0, 1]")
-        check_number("epsilon", self.epsilon, low=0.0, above_low=True)
+        check_number("epsilon", self.epsilon, low=0.0, above_low=True, static=True)
+        check_flags(drop_weighting_factor_on_gsquare=self.drop_weighting_factor_on_gsquare)
 
     def init(self, zeros: jax.Array, order: int) -> SquaresState:
         return SquaresState(zeros)
@@ -155,6 +163,11 @@ class NewtonSchulzOrthogonalization:
     coefficients: Any = "keller"
     scale: Callable[[int, int], float] = _one
 
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        newton_schulz_schedule(self.coefficients, self.steps)
+        check_callable("scale", self.scale)
+
     def __call__(self, m: jax.Array) -> jax.Array:
         rows, cols = m.shape[-2:]
         # In the dtype of the averages on every device, as the reference.
@@ -170,6 +183,11 @@ class SVDOrthogonalization:
 
     scale_by_nuclear_norm: bool = False
     scale: Callable[[int, int], float] = _one
+
+    def __post_init__(self) -> None:
+        """Refuse what is no flag and no function."""
+        check_flags(scale_by_nuclear_norm=self.scale_by_nuclear_norm)
+        check_callable("scale", self.scale)
 
     def __call__(self, m: jax.Array) -> jax.Array:
         rows, cols = m.shape[-2:]
@@ -188,6 +206,15 @@ class SpectralDescent(_Elementwise):
         default_factory=NewtonSchulzOrthogonalization
     )
 
+    def __post_init__(self) -> None:
+        """Refuse another kind of record."""
+        check_kind(
+            "orthogonalization",
+            self.orthogonalization,
+            NewtonSchulzOrthogonalization,
+            SVDOrthogonalization,
+        )
+
     def direction(self, state: PyTree, m: jax.Array, ctx: Context) -> jax.Array:
         if ctx.order != 2:
             raise ValueError(
@@ -202,6 +229,11 @@ class SignDescent(_Elementwise):
     """The sign of the gradient, times ``scale`` (a number, or a function of the block)."""
 
     scale: float | Callable[[jax.Array], jax.Array] = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse what is neither a number nor a function."""
+        if not callable(self.scale):
+            check_number("scale", self.scale, static=True)
 
     def direction(self, state: PyTree, m: jax.Array, ctx: Context) -> jax.Array:
         if not callable(self.scale):

@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from matrixfsdp_jax.layout.costs import MAX_FREQUENCY, check_frequency
 from matrixfsdp_jax.transforms.stacks import Local
 
 PyTree = Any
+MAX_STEP = 2**31 - 1
 FirstRefresh = Literal["all", "spread"]
 
 
@@ -33,13 +35,13 @@ class Schedule:
     first: FirstRefresh
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range."""
-        for name, value in (
-            ("precondition_frequency", self.frequency),
-            ("start_preconditioning_step", self.start),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be an int >= 1")
+        """Refuse what is out of range: steps are int32."""
+        check_frequency(self.frequency, MAX_FREQUENCY if self.stagger else MAX_STEP)
+        start = self.start
+        if isinstance(start, bool) or not isinstance(start, int) or not 1 <= start <= MAX_STEP:
+            raise ValueError(
+                f"start_preconditioning_step={start!r} must be an int >= 1 and <= {MAX_STEP}"
+            )
         if self.first not in get_args(FirstRefresh):
             raise ValueError(
                 f"first_refresh={self.first!r} must be one of {get_args(FirstRefresh)}"

@@ -8,7 +8,6 @@ Shampoo Optimizer for Training Neural Networks At-Scale", arXiv 2309.06497, 2023
 Shape legend: ``W`` waves, ``B`` blocks of one shape per tensor.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from matrixfsdp_jax.layout.costs import check_dim
 from matrixfsdp_jax.layout.leaves import is_masked
 from matrixfsdp_jax.layout.phases import Units
 from matrixfsdp_jax.linalg.roots import PseudoInverse
@@ -82,22 +82,19 @@ class ShampooOptions:
             if record.refreshes:
                 record.check()
         beta1, beta2 = self.betas
-        check_number("betas[0]", beta1, low=0.0, below=1.0)
-        check_number("betas[1]", beta2, low=0.0)
-        check_number("beta3", self.beta3, low=0.0, below=1.0)
+        check_number("betas[0]", beta1, low=0.0, below=1.0, static=True)
+        check_number("betas[1]", beta2, low=0.0, static=True)
+        check_number("beta3", self.beta3, low=0.0, below=1.0, static=True)
         if not 0 < beta2 <= 1 and not (beta2 == 0 and not self.preconditioner.refreshes):
             raise ValueError(f"betas[1]={beta2} must be in (0, 1]; 1 sums")
         for name in ("max_preconditioner_dim", "target_parameter_dimensionality"):
-            value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if value != math.inf and not (whole and value >= 1):
-                raise ValueError(f"{name}={value!r} must be an int >= 1 or math.inf")
+            check_dim(name, getattr(self, name))
         rule = self.preconditioner.rank_deficiency if self.preconditioner.refreshes else None
         if isinstance(rule, PseudoInverse):
             if self.epsilon != 0:
                 raise ValueError(f"epsilon={self.epsilon} must be 0 with PseudoInverse")
         else:
-            check_number("epsilon", self.epsilon, low=0.0, above_low=True)
+            check_number("epsilon", self.epsilon, low=0.0, above_low=True, static=True)
 
     def blocking(self, dims: tuple[int, ...]) -> Blocking:
         """How a tensor of ``dims`` is cut."""

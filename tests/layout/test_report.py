@@ -74,6 +74,13 @@ def test_no_line_is_too_long_and_nothing_is_cut(num_devices, every_leaf, width):
         assert why.endswith(f": {reason}")
 
 
+@pytest.mark.parametrize(("dims", "amount"), [((4, 4), "1920 FLOP"), ((64, 256), "23.6 MFLOP")])
+def test_amounts_of_work_have_a_unit(dims, amount):
+    """Five Newton-Schulz steps of 4 m^2 n + 2 m^3."""
+    text = render(make_plan([(Leaf("w", dims, "float32"), MATRIX)], 1))
+    assert f"update per device: {amount} (5 Newton-Schulz steps)" in text
+
+
 @pytest.mark.parametrize("every_leaf", [False, True])
 def test_every_leaf_is_in_the_table_once(every_leaf):
     plan = make_plan(gpt(), 8)
