@@ -24,8 +24,10 @@ from matrixfsdp_jax.owner.routed import (
     decay_tables,
     mask_of,
     route_owned,
+    route_planned,
     route_tree,
 )
+from matrixfsdp_jax.owner.sharded import on_sharded
 from matrixfsdp_jax.owner.update import Local, on_owners
 from matrixfsdp_jax.transforms.averaging import (
     ClassicMomentum,
@@ -133,6 +135,8 @@ def direction(
 
         return route_tree(on_tree, rest, rules, "shampoo")
     check_layout(layout, rules, oriented=False)
+    if layout.storage == "sharded":
+        return route_planned(lambda _: _precondition_sharded(layout, options), rest, layout)
 
     def stacks(local: Local) -> optax.GradientTransformation:
         return on_present_stacks(precondition(layout.plan, local, options), local)
@@ -189,11 +193,18 @@ class Core:
 
             def on_tree(routes: Routes, tree: PyTree) -> optax.GradientTransformation:
                 # A function sees the whole tree here; optax would hide the rest from it.
-                own = self.on_tree(routes, mask_of(tree, mask))
-                return on_present_leaves(own, tree)
+                packed = _precondition_tree(routes, self.options)
+                return on_present_leaves(self.on_tree(packed, mask_of(tree, mask)), tree)
 
             return route_tree(on_tree, rest, rules, "shampoo")
         check_layout(layout, rules, oriented=False)
+        if layout.storage == "sharded":
+
+            def on_planned(tree: PyTree) -> optax.GradientTransformation:
+                packed = _precondition_sharded(layout, self.options)
+                return self.on_tree(packed, mask_of(tree, mask))
+
+            return route_planned(on_planned, rest, layout)
         kept = decay_tables(layout, mask, lambda matrix: 1.0)
 
         def stacks(local: Local, **numbers: Any) -> optax.GradientTransformation:
@@ -218,7 +229,9 @@ class Core:
             shrunk,
         )
 
-    def on_tree(self, routes: Routes, mask: PyTree) -> optax.GradientTransformation:
+    def on_tree(
+        self, precondition: optax.GradientTransformation, mask: PyTree
+    ) -> optax.GradientTransformation:
         """For a tree of preconditioned leaves; ``mask``: which are decayed."""
 
         def shrunk(z: PyTree, factor: Any) -> PyTree:
@@ -227,8 +240,7 @@ class Core:
 
             return jax.tree.map(part, mask, z)
 
-        packed = _precondition_tree(routes, self.options)
-        return self._chain(packed, lambda amount: decay(amount, mask), shrunk)
+        return self._chain(precondition, lambda amount: decay(amount, mask), shrunk)
 
     def _chain(
         self,
@@ -310,6 +322,12 @@ def _precondition_tree(
     routes: Routes, options: ShampooOptions
 ) -> optax.GradientTransformationExtraArgs:
     return on_canonical(lambda plan, local: precondition(plan, local, options), routes, "shampoo")
+
+
+def _precondition_sharded(
+    layout: OwnerLayout, options: ShampooOptions
+) -> optax.GradientTransformationExtraArgs:
+    return on_sharded(lambda local: precondition(layout.plan, local, options), layout)
 
 
 def _at(value: ScalarOrSchedule, count: jax.Array) -> Any:

@@ -15,10 +15,12 @@ from matrixfsdp_jax.owner.routed import (
     decay_tables,
     mask_of,
     route_owned,
+    route_planned,
     route_tree,
     row_outputs,
     slot_tables,
 )
+from matrixfsdp_jax.owner.sharded import on_sharded
 from matrixfsdp_jax.owner.update import on_owners
 from matrixfsdp_jax.transforms.checks import (
     check_flags,
@@ -161,6 +163,17 @@ def muon(
 
         return route_tree(on_tree, rest, rules)
     check_layout(layout, rules, oriented=True)
+    if layout.storage == "sharded":
+
+        def on_planned(tree: PyTree) -> optax.GradientTransformation:
+            mask = mask_of(tree, weight_decay_mask)
+            return optax.chain(
+                core.on_sharded(layout),
+                decay(weight_decay, mask, cautious=cautious_weight_decay),
+                optax.scale_by_learning_rate(learning_rate),
+            )
+
+        return route_planned(on_planned, rest, layout)
     decays = decay_tables(layout, weight_decay_mask, core.factor)
 
     def matrix(
@@ -222,12 +235,9 @@ def scale_by_muon(
     if layout is None:
         return route_tree(lambda routes, _: core.on_tree(routes), optax.identity(), rules)
     check_layout(layout, rules, oriented=True)
-
-    def matrix(local: Any, **numbers: Any) -> optax.GradientTransformation:
-        own = replace(core, **numbers)
-        return optax.chain(*own.direction(layout.plan, local), own.scaling(layout.plan, local))
-
-    tx = on_owners(matrix, layout, momentum=momentum, eps=eps)
+    if layout.storage == "sharded":
+        return route_planned(lambda _: core.on_sharded(layout), optax.identity(), layout)
+    tx = on_owners(core.on_stacks(layout.plan), layout, momentum=momentum, eps=eps)
     return route_owned(tx, optax.identity(), layout)
 
 
@@ -285,6 +295,20 @@ class _MuonCore:
     def direction(self, plan: Plan, local: Any) -> tuple[optax.GradientTransformation, ...]:
         """Momentum and orthogonalisation of stacks, not scaled; to be chained."""
         return self._momentum(), self.variant.before, *self._after_momentum(plan, local)
+
+    def on_stacks(self, plan: Plan) -> Callable[..., optax.GradientTransformation]:
+        """The scaled direction of the stacks of a plan, made of ``local`` and numbers."""
+
+        def matrix(local: Any, **numbers: Any) -> optax.GradientTransformation:
+            own = replace(self, **numbers)
+            return optax.chain(*own.direction(plan, local), own.scaling(plan, local))
+
+        return matrix
+
+    def on_sharded(self, layout: OwnerLayout) -> optax.GradientTransformation:
+        """The scaled direction of a tree of matrix leaves that keep their sharding."""
+        make = self.on_stacks(layout.plan)
+        return on_sharded(make, layout, momentum=self.momentum, eps=self.eps)
 
     def scaling(self, plan: Plan, local: Any) -> optax.GradientTransformation:
         return scale_stacks(slot_tables(plan.classes, self.factor), local)

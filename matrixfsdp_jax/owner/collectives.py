@@ -63,6 +63,16 @@ def max_over(x: Any, axis: Axis) -> Any:
     return lax.pmax(jax.tree.map(lambda v: varying(v, axis), x), axis)
 
 
+def exchange(x: jax.Array, axis: Axis) -> jax.Array:
+    """``[N, ...]`` with one part for every device to one part from every device: one all-to-all."""
+    return lax.all_to_all(varying(x, axis), axis, 0, 0, tiled=True)
+
+
+def gather_slots(own: jax.Array, axis: Axis) -> jax.Array:
+    """``[N, W, *dims]`` on every device, from each one's ``[W, *dims]``: one all-gather."""
+    return lax.all_gather(own, axis)
+
+
 def gather_waves(
     stack: jax.Array, axis: Axis, *, gather_dtype: Any, reduce_dtype: Any
 ) -> list[list[jax.Array]]:

@@ -7,7 +7,7 @@ Shape legend: ``N`` devices on the owner axis, ``W`` waves, ``dims`` the stored 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from matrixfsdp_jax.owner import collectives, gradients, host
 
 PyTree = Any
 
+Storage = Literal["owner", "sharded"]
 _WIDE_DTYPES = ("float64", "int64", "uint64", "complex128")
 
 
@@ -54,12 +55,17 @@ class OwnerLayout:
       mesh: the device mesh.
       owner_axis: the mesh axes over which matrices are dealt out, in order.
       treedef: structure of the canonical tree.
+      storage: ``"owner"``, or ``"sharded"``: parameters keep the user's own sharding.
+      source_dims: for ``"sharded"`` the dim on which each leaf of the plan is sharded, None for one
+        that is not.
     """
 
     plan: Plan
     mesh: Mesh
     owner_axis: tuple[str, ...]
     treedef: Any
+    storage: Storage = "owner"
+    source_dims: tuple[int | None, ...] = ()
 
     # ---- what people look at -------------------------------------------------------------------
 
@@ -80,7 +86,8 @@ class OwnerLayout:
         matrices = sum(len(c.matrices) for c in p.classes)
         return (
             f"OwnerLayout({matrices} matrices in {len(p.classes)} classes over "
-            f"{p.num_devices} devices of {self.owner_axis}, {len(p.leaves)} leaves)"
+            f"{p.num_devices} devices of {self.owner_axis}, {len(p.leaves)} leaves"
+            + (")" if self.storage == "owner" else f", {self.storage})")
         )
 
     # ---- shardings -----------------------------------------------------------------------------
@@ -94,6 +101,12 @@ class OwnerLayout:
     def axis_entry(self) -> Any:
         """The owner axis as one ``PartitionSpec`` entry."""
         return self.owner_axis[0] if len(self.owner_axis) == 1 else self.owner_axis
+
+    @cached_property
+    def sources(self) -> dict[str, P]:
+        """``PartitionSpec`` of every leaf of the user's tree (by path) under sharded storage."""
+        pairs = zip(self.plan.leaves, self.source_dims, strict=True)
+        return {lp.leaf.path: self._dim_spec(len(lp.leaf.shape), dim) for lp, dim in pairs}
 
     @cached_property
     def specs(self) -> OwnerParams:
@@ -173,6 +186,7 @@ class OwnerLayout:
         Raises:
           ValueError: if structure, a shape or a dtype differs from the plan, naming the leaf.
         """
+        self._require_owner_storage()
         return OwnerParams(*host.to_owned(self, self._checked(params)))
 
     def unshard(self, owned: OwnerParams) -> PyTree:
@@ -225,6 +239,7 @@ class OwnerLayout:
         mode one reduce-scatter for each, in ``reduce_dtype``, and one all-reduce for the
         replicated rest.
         """
+        self._require_owner_storage()
         if not collectives.manual_over(self.owner_axis):
             raise ValueError(
                 f"layout.gather moves data over the mesh axes {self.owner_axis} and so runs "
@@ -276,6 +291,14 @@ class OwnerLayout:
         """
         return gradients.value_and_grad(self, loss_fn, has_aux)
 
+    def _require_owner_storage(self) -> None:
+        if self.storage != "owner":
+            raise ValueError(
+                f"{self!r} keeps parameters in the user's own tree: there are no owner params. Use "
+                "tx.init(params) and tx.update(grads, state, params) in your own step, or plan "
+                'with storage="owner"'
+            )
+
     # ---- own parts -----------------------------------------------------------------------------
 
     @cached_property
@@ -298,10 +321,10 @@ class OwnerLayout:
         ]
 
     def _leaf_spec(self, lp: LeafPlan) -> P:
-        entries: list[Any] = [None] * len(lp.leaf.shape)
-        if lp.shard_dim is not None:
-            entries[lp.shard_dim] = self.axis_entry
-        return P(*entries)
+        return self._dim_spec(len(lp.leaf.shape), lp.shard_dim)
+
+    def _dim_spec(self, ndim: int, dim: int | None) -> P:
+        return P(*[self.axis_entry if i == dim else None for i in range(ndim)])
 
     def _named(self, specs: PyTree) -> PyTree:
         return jax.tree.map(
@@ -370,6 +393,7 @@ class OwnerLayout:
           TypeError: if it is not an ``OwnerParams``.
           ValueError: if its leaves, shapes or dtypes are not those of the layout.
         """
+        self._require_owner_storage()
         if not isinstance(owned, OwnerParams):
             raise TypeError(
                 f"expected owner params of {self!r}, got {type(owned).__name__}; "
@@ -412,6 +436,7 @@ def plan(
     gather_dtype: Any = None,
     reduce_dtype: Any = None,
     rest_shard_min_size: int = 0,
+    storage: Storage = "owner",
 ) -> OwnerLayout:
     """Deal the matrices of a parameter tree out to the devices of a mesh.
 
@@ -439,6 +464,9 @@ def plan(
       reduce_dtype: dtype in which gradients are summed over devices; None is float32 (float64 for
         float64 leaves).
       rest_shard_min_size: rest leaves with fewer elements stay replicated.
+      storage: ``"owner"``: parameters live as owner params. ``"sharded"``: they keep the sharding
+        that the arrays of ``params`` have (FSDP rows or columns over the owner axes, or
+        replicated), only gradients and updates visit the owners; a drop-in for a ``jit`` loop.
 
     Raises:
       ValueError: for an unknown axis or option, an empty tree, tied weights, a leaf that no rule
@@ -456,6 +484,8 @@ def plan(
       >>> layout.to_dict()["refresh"]["frequency"]
       5
     """
+    if storage not in get_args(Storage):
+        raise ValueError(f"storage={storage!r} must be one of {get_args(Storage)}")
     axes = _checked_axes(mesh, owner_axis)
     num_devices = 1
     for axis in axes:
@@ -472,7 +502,40 @@ def plan(
         reduce_dtype=None if reduce_dtype is None else _dtype_name("reduce_dtype", reduce_dtype),
         rest_shard_min_size=rest_shard_min_size,
     )
-    return OwnerLayout(bound, mesh, axes, jax.tree.structure(params))
+    dims: tuple[int | None, ...] = ()
+    if storage == "sharded":
+        paths, values, _ = tree_leaves.flatten(params)
+        by_path = dict(zip(paths, values, strict=True))
+        dims = tuple(
+            _source(lp.leaf.path, by_path[lp.leaf.path], mesh, axes) for lp in bound.leaves
+        )
+    return OwnerLayout(bound, mesh, axes, jax.tree.structure(params), storage, dims)
+
+
+def _source(path: str, value: Any, mesh: Mesh, axes: tuple[str, ...]) -> int | None:
+    sharding = getattr(value, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return None  # one device, or no device yet: as if replicated
+    if dict(sharding.mesh.shape) != dict(mesh.shape):
+        raise ValueError(
+            f"leaf {path!r} lies on {sharding.mesh}, and the layout is to be bound to {mesh}; plan "
+            "with the mesh of the parameters"
+        )
+    used = {}
+    for dim, entry in enumerate(sharding.spec):
+        names = entry if isinstance(entry, tuple) else (entry,)
+        names = tuple(n for n in names if n is not None and mesh.shape[n] > 1)
+        if names:
+            used[dim] = names
+    if not used:
+        return None
+    wanted = tuple(a for a in axes if mesh.shape[a] > 1)
+    if len(used) > 1 or next(iter(used.values())) != wanted:
+        raise ValueError(
+            f"leaf {path!r} is sharded as {sharding.spec}; sharded storage takes leaves that are "
+            f"replicated, or sharded on one dim over all owner axes {axes}"
+        )
+    return next(iter(used))
 
 
 def _checked_axes(mesh: Mesh, owner_axis: str | Sequence[str]) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Matrix leaves to one optimizer, the rest to another: on owner params and on any tree."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from matrixfsdp_jax.layout.costs import Method, method
-from matrixfsdp_jax.layout.leaves import spread, states_of
+from matrixfsdp_jax.layout.leaves import flatten, spread, states_of
 from matrixfsdp_jax.layout.rules import route
 from matrixfsdp_jax.layout.spec import Leaf, LeafRoute, Matrix, Plan, ShapeClass, is_inexact
 from matrixfsdp_jax.owner.canonical import is_placeholder
@@ -128,12 +128,49 @@ def route_tree(
         )
         labels = [r.route if is_inexact(leaf.dtype) else "frozen" for leaf, r in routed]
         routes = {leaf.path: (leaf, r) for leaf, r in routed}
-        parts = {
-            "matrix": _keep_dtypes(make_matrix(routes, tree)),
-            "rest": rest,
-            "frozen": optax.set_to_zero(),
-        }
-        return optax.partition(parts, jax.tree.unflatten(jax.tree.structure(tree), labels))
+        return _partition(tree, labels, make_matrix(routes, tree), rest)
+
+    return _built_for(build)
+
+
+def route_planned(
+    make_matrix: Callable[[PyTree], optax.GradientTransformation],
+    rest: optax.GradientTransformation,
+    layout: OwnerLayout,
+) -> optax.GradientTransformationExtraArgs:
+    """``route_tree`` by the routes of a layout with sharded storage."""
+    routes = {lp.leaf.path: lp for lp in layout.plan.leaves}
+
+    def build(tree: PyTree) -> optax.GradientTransformationExtraArgs:
+        if isinstance(tree, OwnerParams):
+            raise TypeError(
+                f"got owner params, but {layout!r} keeps parameters in the user's own tree; plan "
+                'with storage="owner" for owner params'
+            )
+        paths = [] if is_placeholder(tree) else flatten(tree)[0]
+        unknown = sorted(set(paths) - set(routes))
+        if unknown:
+            raise ValueError(f"{layout!r} has no leaf {unknown[:5]}; plan again with this tree")
+        labels = [routes[p].route.route if routes[p].trainable else "frozen" for p in paths]
+        return _partition(tree, labels, make_matrix(tree), rest)
+
+    return _built_for(build)
+
+
+def _partition(
+    tree: PyTree,
+    labels: Sequence[str],
+    matrix: optax.GradientTransformation,
+    rest: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    parts = {"matrix": _keep_dtypes(matrix), "rest": rest, "frozen": optax.set_to_zero()}
+    return optax.partition(parts, jax.tree.unflatten(jax.tree.structure(tree), labels))
+
+
+def _built_for(
+    build: Callable[[PyTree], optax.GradientTransformationExtraArgs],
+) -> optax.GradientTransformationExtraArgs:
+    """A transform that is built for the tree at hand."""
 
     def init(params: PyTree) -> PyTree:
         return build(params).init(params)
