@@ -194,7 +194,7 @@ class Engine:
     def _each(
         self, one: Callable[[PyTree, Any], Any], state: PyTree, own: Any, size: jax.Array
     ) -> tuple[jax.Array, PyTree]:
-        """``one`` of every block of a stack, whose state is written in place."""
+        """``one`` of every block of a stack."""
         leaves, treedef = jax.tree.flatten(state)
         by_block = jax.tree.leaves(
             jax.tree.map(
@@ -208,24 +208,22 @@ class Engine:
             return jax.lax.dynamic_slice_in_dim(x, w, 1, axis=1)
 
         def body(w: jax.Array, carry: Any) -> Any:
-            kept, out = carry
-            old = iter(kept)
-            block = [
-                at(next(old), w) if mine else x for x, mine in zip(leaves, by_block, strict=True)
-            ]
+            block = [at(x, w) if mine else x for x, mine in zip(leaves, by_block, strict=True)]
             update, new = one(
                 jax.tree.unflatten(treedef, block), jax.tree.map(lambda x: at(x, w), own)
             )
-            mine = [x for x, is_mine in zip(jax.tree.leaves(new), by_block, strict=True) if is_mine]
+            changed = zip(jax.tree.leaves(new), by_block, strict=True)
+            written = [update, *(x for x, mine in changed if mine)]
+            return [
+                jax.lax.dynamic_update_slice_in_dim(x, y, w, axis=1)
+                for x, y in zip(carry, written, strict=True)
+            ]
 
-            def put(x: jax.Array, y: jax.Array) -> jax.Array:
-                return jax.lax.dynamic_update_slice_in_dim(x, y, w, axis=1)
-
-            return [put(x, y) for x, y in zip(kept, mine, strict=True)], put(out, update)
-
-        kept = [x for x, mine in zip(leaves, by_block, strict=True) if mine]
-        carry = (kept, jnp.zeros_like(own["grads"]))
-        kept, out = jax.lax.fori_loop(0, size, body, carry)
+        # Arrays that are only written to: of those that are read too, XLA would copy all blocks
+        # for each one.
+        old = [x for x, mine in zip(leaves, by_block, strict=True) if mine]
+        carry = [jnp.zeros_like(x) for x in [own["grads"], *old]]
+        out, *kept = jax.lax.fori_loop(0, size, body, carry)
         filled = iter(kept)
         new = [next(filled) if mine else x for x, mine in zip(leaves, by_block, strict=True)]
         return out, jax.tree.unflatten(treedef, new)

@@ -130,7 +130,13 @@ def refresh_units(
 
     changed = [x for x, keep in zip(leaves, kept, strict=True) if not keep]
     carry = (changed, flat(failures), flat(nonfinite))
-    changed, failures, nonfinite = jax.lax.fori_loop(low, high, body, carry)
+    if len(units) == 1:
+        # A loop over one unit does the same each time: XLA would move the decomposition out of it,
+        # and so into every step.
+        carry = jax.lax.cond(low < high, lambda c: body(low, c), lambda c: c, carry)
+    else:
+        carry = jax.lax.fori_loop(low, high, body, carry)
+    changed, failures, nonfinite = carry
     new = jax.tree.unflatten(treedef, _merged(changed, leaves, kept))
     new = jax.tree.map(lambda x, like: x.reshape(like.shape), new, state)
     return new, failures.reshape(lead), nonfinite.reshape(lead)

@@ -256,3 +256,29 @@ def test_the_second_moment_moves_between_refreshes() -> None:
         want = 0.95 * want + 0.05 * (g.astype(np.float64) * (i + 1)) ** 2
         (state,) = kronecker_states(run.shampoo)
         np.testing.assert_allclose(state.moment[0, 0], want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("matrices", [1, 2])
+@pytest.mark.parametrize("devices", [None, 1, 2])
+def test_a_decomposition_is_in_no_step_that_needs_none(matrices: int, devices: int | None) -> None:
+    """Not moved out of its loop, as XLA does with what is the same in each turn of it."""
+    params = draw_any({f"w{i}": (8, 8) for i in range(matrices)}, 0)
+    options = {"precondition_frequency": 10, "epsilon": 1e-3}
+    if devices is None:
+        tx = mfsdp.shampoo(0.1, **options)
+        arguments = (params, tx.init(params), params)
+    else:
+        mesh = jax.make_mesh((devices,), ("fsdp",), devices=jax.devices()[:devices])
+        layout = mfsdp.plan(params, mesh, optimizer="shampoo")
+        tx = mfsdp.shampoo(0.1, layout=layout, **options)
+        owned = layout.shard(params)
+        arguments = (owned, layout.init(tx, owned), owned)
+    text = jax.jit(tx.update).lower(*arguments).compile().as_text()
+    computation, found = "", []
+    for line in text.splitlines():
+        if line.startswith(("%", "ENTRY")):
+            computation = line.split()[0]
+        if "syevd" in line and "custom-call" in line:
+            found.append(computation)
+    assert found
+    assert "ENTRY" not in found
