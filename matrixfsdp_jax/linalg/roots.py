@@ -193,6 +193,8 @@ def inverse_root(
             root = _coupled_higher_order(a, Fraction(1 / exponent), solver)
         case _:
             raise TypeError(f"solver must be one of {RootSolver}, got {solver!r}")
+    # Exactly symmetric, so that one triangle of it is all of it.
+    root = (root + root.T) / 2
     return root, jnp.all(jnp.isfinite(a)) & jnp.all(jnp.isfinite(root))
 
 

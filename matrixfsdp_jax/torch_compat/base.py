@@ -9,7 +9,9 @@ from dataclasses import is_dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
+import numpy as np
 import torch
+from jax.sharding import Mesh
 
 from matrixfsdp_jax.torch_compat.blocks import Block
 from matrixfsdp_jax.torch_compat.engine import Engine
@@ -18,11 +20,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _x64(function: F) -> F:
-    """64-bit dtypes in JAX while ``function`` runs: torch has them whatever JAX's flag says."""
+    """JAX with 64-bit dtypes, as torch has them, and with no mesh, while ``function`` runs."""
 
     @functools.wraps(function)
     def scoped(*args: Any, **kwargs: Any) -> Any:
-        with jax.enable_x64(True):
+        with jax.enable_x64(True), jax.set_mesh(Mesh(np.empty((), object), ())):
             return function(*args, **kwargs)
 
     return cast(F, scoped)

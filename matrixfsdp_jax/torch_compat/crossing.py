@@ -30,7 +30,7 @@ def bind(device: torch.device) -> None:
 
 def to_jax(tensor: torch.Tensor) -> jax.Array:
     """The array on the memory of ``tensor``; call it under ``jax.enable_x64`` for 64-bit dtypes."""
-    return jax.dlpack.from_dlpack(tensor.detach().contiguous())
+    return jax.dlpack.from_dlpack(tensor.detach().resolve_neg().contiguous())
 
 
 def to_torch(array: jax.Array) -> torch.Tensor:

@@ -262,6 +262,7 @@ class ShampooGroup(Group):
         if new == old:
             return
         self._check_fixed(options)
+        self._check_kinds(options, "now")
         _complete(options)
         self._changes += 1
         if self._changes == _MANY_CHANGES:
@@ -299,6 +300,21 @@ class ShampooGroup(Group):
             raise error
         elif updates:
             torch._foreach_add_([into[b] for b in updates], list(updates.values()))
+
+    def _check_kinds(self, options: Options, where: str) -> None:
+        """Refuse options that keep another state than that of this group."""
+        for name in ("preconditioner_config", "grafting_config", "iterate_averaging_config"):
+            if type(options[name]) is not type(self._options[name]):
+                raise ValueError(
+                    f"{name} is {options[name]} {where} and was {self._options[name]} when the "
+                    "optimizer was built, which keeps another state; build one with these options"
+                )
+        kinds = [own["weight_decay_type"] is WeightDecayType.L2 for own in (options, self._options)]
+        if kinds[0] != kinds[1]:
+            raise ValueError(
+                f"weight_decay_type is {options['weight_decay_type']} {where} and was "
+                f"{self._options['weight_decay_type']}; build an optimizer with this one"
+            )
 
     def _check_fixed(self, options: Options) -> None:
         for name in _FIXED:
@@ -431,12 +447,7 @@ class ShampooGroup(Group):
     def _check_loaded(self, entries: dict[int, dict[str, Any]], options: Options) -> None:
         """Refuse options that keep another state, and blocks that there are not."""
         self._check_fixed(options)
-        for name in ("preconditioner_config", "grafting_config", "iterate_averaging_config"):
-            if type(options[name]) is not type(self._options[name]):
-                raise ValueError(
-                    f"{name} is {options[name]} in the state dict and {self._options[name]} here; "
-                    "build the optimizer with the options it was saved with"
-                )
+        self._check_kinds(options, "in the state dict")
         for i, own in entries.items():
             names = [block.name for block in self.cuts[i].blocks]
             if more := own.keys() - {*names, "step", "train_mode", "lr_sum"}:
@@ -540,6 +551,9 @@ def _check_distributed(options: Options) -> None:
             "layout (matrixfsdp_jax.plan)"
         )
     if isinstance(config, DDPDistributedConfig):
+        dtype = config.communication_dtype
+        floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        _in_range("communication_dtype", dtype, floating, "a floating torch.dtype")
         ddp.check_world(config.num_trainers_per_group)
     spectral = isinstance(options["preconditioner_config"], SpectralDescentPreconditionerConfig)
     if spectral and config.target_parameter_dimensionality != 2:

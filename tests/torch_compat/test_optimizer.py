@@ -803,3 +803,35 @@ def test_spectral_descent_leaves_a_config_as_it_is(caplog: pytest.LogCaptureFixt
     assert own["precondition_frequency"] == 1
     for text in ("target_parameter_dimensionality is set to 2", "is set from 3 to 1"):
         assert text in caplog.text
+
+
+def test_a_gradient_with_the_negative_bit_is_read_as_it_is() -> None:
+    p = torch.nn.Parameter(torch.ones(4, 3))
+    plain = torch.nn.Parameter(torch.ones(4, 3))
+    g = torch.randn(4, 3)
+    p.grad, plain.grad = torch._neg_view(-g), g
+    assert p.grad.is_neg()
+    for one in (p, plain):
+        tc.DistributedShampoo([one], lr=0.1).step()
+    assert torch.equal(p, plain)
+
+
+def test_a_mesh_of_the_user_is_not_used() -> None:
+    p = torch.nn.Parameter(torch.ones(4, 3))
+    optimizer = tc.DistributedShampoo([p], lr=0.1)
+    p.grad = torch.ones(4, 3)
+    with jax.set_mesh(jax.make_mesh((8,), ("x",))):
+        optimizer.step()
+    assert not torch.equal(p, torch.ones(4, 3))
+
+
+def test_options_that_need_another_state_are_refused_in_the_step() -> None:
+    p = torch.nn.Parameter(torch.ones(4, 3))
+    optimizer = tc.DistributedShampoo([p], lr=0.1)
+    p.grad = torch.ones(4, 3)
+    optimizer.step()
+    before = p.detach().clone()
+    optimizer.param_groups[0]["grafting_config"] = tc.AdamPreconditionerConfig()
+    with pytest.raises(ValueError, match=r"grafting_config is Adam.* now and was None"):
+        optimizer.step()
+    assert torch.equal(p, before)
