@@ -195,16 +195,16 @@ def _check(optimizer: DistributedShampoo, tree: PyTree, layout: OwnerLayout | No
             )
     if layout is None:
         return
+    if len(optimizer.param_groups) > 1:
+        raise ValueError(
+            f"a layout has one optimizer, and there are {len(optimizer.param_groups)} parameter "
+            "groups; leave layout= out, or use one group"
+        )
     updated = sum(len(options["params"]) for options in optimizer.param_groups)
     if updated != len(tree_leaves.flatten(tree)[0]):
         raise ValueError(
             f"the optimizer updates {updated} of the {len(tree_leaves.flatten(tree)[0])} "
             "parameters of the model, and a layout has one optimizer for all; leave layout= out"
-        )
-    if len(optimizer.param_groups) > 1:
-        raise ValueError(
-            f"a layout has one optimizer, and there are {len(optimizer.param_groups)} parameter "
-            "groups; leave layout= out, or use one group"
         )
     for lp in layout.plan.leaves:
         if len(own := [m for c in layout.plan.classes for m in c.matrices if m.name == lp.leaf.path]
