@@ -150,30 +150,23 @@ def muon(
     )
     rest = optax.adamw(3e-4) if rest is None else rest
     check_transformation("rest", rest)
+
+    def on_tree(
+        direction: optax.GradientTransformation, tree: PyTree
+    ) -> optax.GradientTransformation:
+        # A function sees the whole tree here; optax would hide the rest from it.
+        mask = mask_of(tree, weight_decay_mask)
+        return optax.chain(
+            direction,
+            decay(weight_decay, mask, cautious=cautious_weight_decay),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+
     if layout is None:
-
-        def on_tree(routes: Routes, tree: PyTree) -> optax.GradientTransformation:
-            # A function sees the whole tree here; optax would hide the rest from it.
-            mask = mask_of(tree, weight_decay_mask)
-            return optax.chain(
-                core.on_tree(routes),
-                decay(weight_decay, mask, cautious=cautious_weight_decay),
-                optax.scale_by_learning_rate(learning_rate),
-            )
-
-        return route_tree(on_tree, rest, rules)
+        return route_tree(lambda routes, tree: on_tree(core.on_tree(routes), tree), rest, rules)
     check_layout(layout, rules, oriented=True)
     if layout.storage == "sharded":
-
-        def on_planned(tree: PyTree) -> optax.GradientTransformation:
-            mask = mask_of(tree, weight_decay_mask)
-            return optax.chain(
-                core.on_sharded(layout),
-                decay(weight_decay, mask, cautious=cautious_weight_decay),
-                optax.scale_by_learning_rate(learning_rate),
-            )
-
-        return route_planned(on_planned, rest, layout)
+        return route_planned(lambda tree: on_tree(core.on_sharded(layout), tree), rest, layout)
     decays = decay_tables(layout, weight_decay_mask, core.factor)
 
     def matrix(

@@ -235,7 +235,8 @@ def _transform(
 
 
 def _shampoo(options: Options, learning_rate: Any, layout: OwnerLayout | None) -> Any:
-    core, own = core_of(options), core_of(options).options
+    core = core_of(options)
+    own = core.options
     return shampoo(
         core.learning_rate if learning_rate is None else learning_rate,
         layout=layout,
@@ -266,7 +267,7 @@ def _shampoo(options: Options, learning_rate: Any, layout: OwnerLayout | None) -
 
 def _all_entries(group: ShampooGroup, options: Options) -> Entries:
     entries: Entries = {i: {} for i in range(len(options["params"]))}
-    # Whole matrices: a root in JAX is symmetric only up to rounding.
+    # Whole matrices, as a transform keeps them.
     for block, own in state_layout.blocks_state(group.engine, packed=False).items():
         entries[block.param][block.name] = own
     if group.exchange is None:
@@ -299,7 +300,7 @@ class _Places:
 
         def put(path: str, g: int, names: state_layout.Names, old: Any) -> Any:
             members = self._members[self._paths[path]][g]
-            values = [_matrix(self._entry(entries, b, names), old.shape[1:]) for b in members]
+            values = [_array(self._entry(entries, block, names)) for block in members]
             return np.stack(values).astype(old.dtype)
 
         def whole(path: str, name: str, old: Any) -> Any:
@@ -460,13 +461,6 @@ def _with_scalars(state: PyTree, step: int, lr_sum: float) -> PyTree:
 def _array(tensor: torch.Tensor) -> np.ndarray:
     tensor = tensor.detach().cpu()
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
-
-
-def _matrix(tensor: torch.Tensor, shape: tuple[int, ...]) -> np.ndarray:
-    """The array of an entry, unpacked if it is a triangle of a matrix of ``shape``."""
-    if tensor.ndim == 1 and len(shape) == 2:
-        tensor = state_layout.unpack(tensor)
-    return _array(tensor)
 
 
 def _tensor(x: Any) -> torch.Tensor:

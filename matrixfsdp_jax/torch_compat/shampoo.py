@@ -348,18 +348,16 @@ class ShampooGroup(Group):
 
     def _scales(self, options: Options, grads: list[torch.Tensor | None]) -> dict[str, Any]:
         """What ``scale_fn`` gives, called in torch on the filtered gradient of every block."""
-        core = core_of(options)
-        kinds = {"preconditioner": core.options.preconditioner, "grafting": core.options.grafting}
-        scaled = {n: k for n, k in kinds.items() if isinstance(k, records.TorchScaledSign)}
-        if not scaled or not self.engine.blocks:
+        if not self._scaled or not self.engine.blocks:
             return {}
+        core = core_of(options)
         params = options["params"]
         given = [
             torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)
         ]
         filtered = self.engine.evaluate(partial(self._filtered, core), given, params)
         found: dict[str, Any] = {}
-        for name, kind in scaled.items():
+        for name, kind in self._scaled.items():
             found[name] = {}
             for members in self.engine.stacks.values():
                 own = [filtered[b] for b in members]
@@ -387,6 +385,8 @@ class ShampooGroup(Group):
 
     def _make(self, options: Options) -> Make:
         core = core_of(options)
+        kinds = {"preconditioner": core.options.preconditioner, "grafting": core.options.grafting}
+        self._scaled = {n: k for n, k in kinds.items() if isinstance(k, records.TorchScaledSign)}
 
         def make(
             stacks: Stacks, scales: dict[str, Any] | None = None, **numbers: Any
