@@ -23,6 +23,7 @@ from matrixfsdp_jax.layout.costs import Method
 from matrixfsdp_jax.layout.packing import build_leaf
 from matrixfsdp_jax.layout.planner import CAST_DTYPES, make_plan
 from matrixfsdp_jax.layout.rules import route
+from matrixfsdp_jax.layout.sources import Axes, Source, settle, source
 from matrixfsdp_jax.layout.spec import Leaf, LeafPlan, Matrix, Plan
 from matrixfsdp_jax.owner import collectives, gradients, host
 
@@ -56,8 +57,7 @@ class OwnerLayout:
       owner_axis: the mesh axes over which matrices are dealt out, in order.
       treedef: structure of the canonical tree.
       storage: ``"owner"``, or ``"sharded"``: parameters keep the user's own sharding.
-      source_dims: for ``"sharded"`` the dim on which each leaf of the plan is sharded, None for one
-        that is not.
+      source_axes: for ``"sharded"`` the mesh axes over which each dim of each leaf is sharded.
     """
 
     plan: Plan
@@ -65,7 +65,7 @@ class OwnerLayout:
     owner_axis: tuple[str, ...]
     treedef: Any
     storage: Storage = "owner"
-    source_dims: tuple[int | None, ...] = ()
+    source_axes: tuple[tuple[Axes, ...], ...] = ()
 
     # ---- what people look at -------------------------------------------------------------------
 
@@ -100,13 +100,18 @@ class OwnerLayout:
     @property
     def axis_entry(self) -> Any:
         """The owner axis as one ``PartitionSpec`` entry."""
-        return self.owner_axis[0] if len(self.owner_axis) == 1 else self.owner_axis
+        return _entry(self.owner_axis)
 
     @cached_property
     def sources(self) -> dict[str, P]:
         """``PartitionSpec`` of every leaf of the user's tree (by path) under sharded storage."""
-        pairs = zip(self.plan.leaves, self.source_dims, strict=True)
-        return {lp.leaf.path: self._dim_spec(len(lp.leaf.shape), dim) for lp, dim in pairs}
+        pairs = zip(self.plan.leaves, self.source_axes, strict=True)
+        return {lp.leaf.path: P(*map(_entry, dims)) for lp, dims in pairs}
+
+    @cached_property
+    def matrix_sources(self) -> tuple[Source | None, ...]:
+        """How the matrices of every leaf lie under sharded storage (see ``layout.sources``)."""
+        return _matrix_sources(self.plan, self.source_axes)
 
     @cached_property
     def specs(self) -> OwnerParams:
@@ -428,7 +433,7 @@ def plan(
     params: PyTree,
     mesh: Mesh,
     *,
-    owner_axis: str | Sequence[str] = "fsdp",
+    owner_axis: str | Sequence[str] | None = None,
     optimizer: str | Method = "muon",
     rules: Any = None,
     order: Sequence[str] | Callable[[str], Any] | None = None,
@@ -445,8 +450,8 @@ def plan(
     Args:
       params: the canonical tree, of arrays or ``jax.ShapeDtypeStruct``.
       mesh: from ``jax.make_mesh``; Auto and Explicit axes both work.
-      owner_axis: the mesh axis (or axes) over which matrices are dealt out. Every other axis of
-        the mesh must have size 1.
+      owner_axis: the mesh axis (or axes) over which matrices are dealt out. None: ``"fsdp"`` for
+        owner storage, every axis of the mesh for sharded storage.
       optimizer: what a slot costs in the report, and which orders are stacked: ``"muon"``,
         ``"normuon"``, ``"adamuon"``, ``"adamw"`` and ``"sgd"`` take matrices, ``"shampoo"`` and
         ``"soap"`` tensors of order 0 to 4; or a ``layout.costs.Method``. Shampoo and SOAP with
@@ -486,7 +491,7 @@ def plan(
     """
     if storage not in get_args(Storage):
         raise ValueError(f"storage={storage!r} must be one of {get_args(Storage)}")
-    axes = _checked_axes(mesh, owner_axis)
+    axes = _checked_axes(mesh, owner_axis, storage)
     num_devices = 1
     for axis in axes:
         num_devices *= mesh.shape[axis]
@@ -502,49 +507,65 @@ def plan(
         reduce_dtype=None if reduce_dtype is None else _dtype_name("reduce_dtype", reduce_dtype),
         rest_shard_min_size=rest_shard_min_size,
     )
-    dims: tuple[int | None, ...] = ()
+    axes_of: tuple[tuple[Axes, ...], ...] = ()
     if storage == "sharded":
         paths, values, _ = tree_leaves.flatten(params)
         by_path = dict(zip(paths, values, strict=True))
-        dims = tuple(
-            _source(lp.leaf.path, by_path[lp.leaf.path], mesh, axes) for lp in bound.leaves
+        axes_of = tuple(
+            _source_axes(lp.leaf, by_path[lp.leaf.path], mesh, axes) for lp in bound.leaves
         )
-    return OwnerLayout(bound, mesh, axes, jax.tree.structure(params), storage, dims)
+        bound = settle(bound, _matrix_sources(bound, axes_of), axes, dict(mesh.shape))
+    return OwnerLayout(bound, mesh, axes, jax.tree.structure(params), storage, axes_of)
 
 
-def _source(path: str, value: Any, mesh: Mesh, axes: tuple[str, ...]) -> int | None:
+def _source_axes(leaf: Leaf, value: Any, mesh: Mesh, owner_axis: Axes) -> tuple[Axes, ...]:
+    """The mesh axes, of size above 1, over which each dim of a leaf is sharded."""
     sharding = getattr(value, "sharding", None)
     if not isinstance(sharding, NamedSharding):
-        return None  # one device, or no device yet: as if replicated
+        return ((),) * len(leaf.shape)  # one device, or no device yet: as if replicated
     if dict(sharding.mesh.shape) != dict(mesh.shape):
         raise ValueError(
-            f"leaf {path!r} lies on {sharding.mesh}, and the layout is to be bound to {mesh}; plan "
-            "with the mesh of the parameters"
+            f"leaf {leaf.path!r} lies on {sharding.mesh}, and the layout is to be bound to {mesh}; "
+            "plan with the mesh of the parameters"
         )
-    used = {}
-    for dim, entry in enumerate(sharding.spec):
-        names = entry if isinstance(entry, tuple) else (entry,)
-        names = tuple(n for n in names if n is not None and mesh.shape[n] > 1)
-        if names:
-            used[dim] = names
-    if not used:
-        return None
-    wanted = tuple(a for a in axes if mesh.shape[a] > 1)
-    if len(used) > 1 or next(iter(used.values())) != wanted:
+    spec = (*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec)))
+    dims = tuple(
+        tuple(a for a in (e if isinstance(e, tuple) else (e,)) if a and mesh.shape[a] > 1)
+        for e in spec
+    )
+    foreign = [a for own in dims for a in own if a not in owner_axis]
+    if foreign:
         raise ValueError(
-            f"leaf {path!r} is sharded as {sharding.spec}; sharded storage takes leaves that are "
-            f"replicated, or sharded on one dim over all owner axes {axes}"
+            f"leaf {leaf.path!r} is sharded as {sharding.spec}, also over {foreign}, but matrices "
+            f"are dealt out over {owner_axis} alone; take those axes in: "
+            f"owner_axis={tuple(a for a in mesh.axis_names if a in (*owner_axis, *foreign))!r}"
         )
-    return next(iter(used))
+    return dims
 
 
-def _checked_axes(mesh: Mesh, owner_axis: str | Sequence[str]) -> tuple[str, ...]:
+def _matrix_sources(plan: Plan, axes_of: Sequence[Sequence[Axes]]) -> tuple[Source | None, ...]:
+    return tuple(
+        source(lp, dims) if lp.route.route == "matrix" else None
+        for lp, dims in zip(plan.leaves, axes_of, strict=True)
+    )
+
+
+def _entry(axes: Axes) -> Any:
+    """Mesh axes as one ``PartitionSpec`` entry."""
+    return (axes[0] if len(axes) == 1 else axes) if axes else None
+
+
+def _checked_axes(
+    mesh: Mesh, owner_axis: str | Sequence[str] | None, storage: Storage
+) -> tuple[str, ...]:
     if not isinstance(mesh, Mesh):
         raise TypeError(
             f"mesh is a {type(mesh).__name__}; give a jax.sharding.Mesh, for example "
             'jax.make_mesh((jax.device_count(),), ("fsdp",))'
         )
-    axes = (owner_axis,) if isinstance(owner_axis, str) else tuple(owner_axis or ())
+    if owner_axis is None:
+        owner_axis = "fsdp" if storage == "owner" else mesh.axis_names
+    axes = (owner_axis,) if isinstance(owner_axis, str) else tuple(owner_axis)
     sizes = dict(mesh.shape)
     unknown = [a for a in axes if a not in sizes]
     if not axes or unknown or len(set(axes)) != len(axes):
@@ -553,7 +574,7 @@ def _checked_axes(mesh: Mesh, owner_axis: str | Sequence[str]) -> tuple[str, ...
             "give one of them, or several as a tuple"
         )
     left = {a: s for a, s in sizes.items() if a not in axes and s > 1}
-    if left:
+    if left and storage == "owner":
         raise ValueError(
             f"mesh axes {left} are not owner axes, and owner storage does not replicate over "
             f"them; deal the matrices out over all: owner_axis={tuple(sizes)!r}"

@@ -1,16 +1,21 @@
 """Sharded storage: parameters keep the user's sharding, matrices visit their owners for the update.
 
-A *source* says how a matrix leaf is sharded: on one of its dims over the owner axis (FSDP rows or
-columns), or not at all. Local shards are packed flat in the order of the slots and sent by one
-all-to-all; wide and tall, row- and column-sharded matrices of a class share it. The updates return
-the same way. A replicated leaf needs no transfer on the way in, and an all-gather on the way out.
+Any ``NamedSharding`` over the owner axes is taken: rows, columns, both at once (FSDP x tensor
+parallel), replicated over some axes (HSDP) or all, whole matrices spread over an axis (experts).
+With ``C`` the owner axes that cut a matrix, its shards are packed flat in the order of the slots
+and sent by one all-to-all over ``C``; wide and tall, row- and column-sharded matrices of a class
+share it. The updates return the same way, and over the owner axes on which the leaf is replicated by an
+all-gather. Matrices that are spread over an axis are owned where they lie.
 
-Shape legend: ``N`` devices on the owner axis, ``W`` waves, ``dims`` the stored shape of a class,
-``F = prod(dims) / N`` elements of a matrix in one shard.
+Shape legend: ``N`` devices on the owner axes, ``W`` waves, ``dims`` the stored shape of a class,
+``C`` also the number of devices on those axes, ``F = prod(dims) / C`` elements of a shard.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -22,13 +27,21 @@ from jax.sharding import PartitionSpec as P
 
 from matrixfsdp_jax.layout import leaves as tree_leaves
 from matrixfsdp_jax.layout.packing import build_leaf, take_matrix
-from matrixfsdp_jax.layout.spec import LeafPlan, Matrix, MatrixView, ShapeClass
+from matrixfsdp_jax.layout.sources import (
+    Axes,
+    Source,
+    batch_place,
+    ravel,
+    unravel,
+    whole,
+)
+from matrixfsdp_jax.layout.spec import Matrix, ShapeClass
 from matrixfsdp_jax.owner import collectives
 from matrixfsdp_jax.owner.params import OwnerLayout
 from matrixfsdp_jax.owner.update import MakeStackTransform, on_owners
 
 PyTree = Any
-_WHOLE = -1  # in tables: the matrix is on every device
+Cut = tuple[Axes, ...]
 
 
 def on_sharded(
@@ -38,8 +51,8 @@ def on_sharded(
 
     The state is that of the stacks, ``{class key: [N, W, *dims]}``, sharded over the owners.
 
-    Collectives: per class one all-to-all each way for sharded leaves; for replicated ones one
-    all-gather on the way out.
+    Collectives: per class and set of cutting axes one all-to-all each way; for leaves that are
+    replicated over owner axes one all-gather over them on the way out.
     """
     inner = on_owners(make, layout, **hyperparams)
     moves = _Moves(layout)
@@ -70,21 +83,51 @@ def on_sharded(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """One matrix of a class on its way.
+
+    ``cut``: the owner axes that cut each axis of its stored form. ``spread``: those over which the
+    matrices of its leaf are spread; a device has the one that is its ``local`` matrix ``batch``.
+    """
+
+    path: str
+    matrix: Matrix
+    slot: tuple[int, int]
+    cut: Cut
+    spread: Axes
+    batch: int
+
+    @property
+    def row(self) -> tuple[str, int, int]:
+        """What it is on a device that has a shard of it."""
+        return self.path, self.batch, self.matrix.start
+
+    @property
+    def local(self) -> Matrix:
+        """The matrix by its number on such a device."""
+        m = self.matrix
+        return Matrix(
+            m.name, m.leaf, self.batch, m.start, m.dims, m.transposed, m.fan_in, m.fan_out
+        )
+
+
 class _Moves:
     """From leaves to owner stacks and back."""
 
     def __init__(self, layout: OwnerLayout) -> None:
         self._layout = layout
         self._axis = layout.owner_axis
-        leaves = [lp for lp in layout.plan.leaves if lp.route.route == "matrix"]
-        self._leaves = {lp.leaf.path: lp for lp in leaves}
-        pairs = zip(layout.plan.leaves, layout.source_dims, strict=True)
-        self._split = {lp.leaf.path: split_axis(lp, dim) for lp, dim in pairs}
+        self._sizes = dict(layout.mesh.shape)
+        self._leaves = {lp.leaf.path: lp for lp in layout.plan.leaves if lp.route.route == "matrix"}
         # How a leaf enters and leaves the moves: as it is, or whole where no shard is a block.
-        self._specs = {
-            path: P() if self._split[path] is None else layout.sources[path]
-            for path in self._leaves
-        }
+        self._sources: dict[str, Source] = {}
+        self._specs: dict[str, P] = {}
+        pairs = zip(layout.plan.leaves, layout.matrix_sources, strict=True)
+        for lp, source in ((lp, s) for lp, s in pairs if lp.leaf.path in self._leaves):
+            path = lp.leaf.path
+            self._sources[path] = whole(lp) if source is None else source
+            self._specs[path] = P() if source is None else layout.sources[path]
 
     def check(self, tree: PyTree) -> None:
         """Refuse another tree than the planned one."""
@@ -101,16 +144,17 @@ class _Moves:
         paths, values, _ = tree_leaves.flatten(tree)
         specs = [self._specs[path] for path in paths]
         values = [self._placed(x, spec) for x, spec in zip(values, specs, strict=True)]
-        own = self._layout.specs.stacks
+
+        def pull(values: list[jax.Array]) -> dict[str, jax.Array]:
+            local = dict(zip(paths, values, strict=True))
+            return {c.key: self._pull(c, local) for c in self._layout.plan.classes}
+
         with jax.named_scope("mfsdp.to_owners"):
             return jax.shard_map(
-                lambda xs: {
-                    c.key: self._pull(c, dict(zip(paths, xs, strict=True)))
-                    for c in self._layout.plan.classes
-                },
+                pull,
                 mesh=self._layout.mesh,
                 in_specs=(specs,),
-                out_specs=own,
+                out_specs=self._layout.specs.stacks,
             )(values)
 
     def push(self, stacks: dict[str, jax.Array], like: PyTree) -> PyTree:
@@ -119,11 +163,12 @@ class _Moves:
         specs = [self._specs[path] for path in paths]
         with jax.named_scope("mfsdp.from_owners"):
             new = jax.shard_map(
-                lambda s: self._push(s, paths),
+                lambda stacks: self._push(stacks, paths),
                 mesh=self._layout.mesh,
                 in_specs=(self._layout.specs.stacks,),
                 out_specs=specs,
-                check_vma=not any(spec == P() for spec in specs),
+                # What was gathered is the same on all devices, but JAX does not know it.
+                check_vma=not any(self._replicas(piece) for own in self._pieces for piece in own),
             )(stacks)
         sources = [self._layout.sources[path] for path in paths]
         new = [
@@ -135,142 +180,176 @@ class _Moves:
     def _placed(self, x: jax.Array, spec: P) -> jax.Array:
         return jax.device_put(x, NamedSharding(self._layout.mesh, spec))
 
+    # ---- what goes where -----------------------------------------------------------------------
+
+    @cached_property
+    def _pieces(self) -> list[list[_Piece]]:
+        """The pieces of every class."""
+        found = []
+        for c in self._layout.plan.classes:
+            own = []
+            for matrix, slot in zip(c.matrices, c.slots, strict=True):
+                lp = self._layout.plan.leaves[matrix.leaf]
+                source = self._sources[lp.leaf.path]
+                _, batch = batch_place(lp, source.spread, self._sizes, matrix.batch)
+                cut = source.stored_cut(matrix)
+                own.append(_Piece(lp.leaf.path, matrix, slot, cut, source.spread_axes, batch))
+            found.append(own)
+        return found
+
+    def _ordered(self, axes: Axes) -> Axes:
+        return tuple(a for a in self._axis if a in axes)
+
+    def _exchanged(self, piece: _Piece) -> Axes:
+        """``C``: the axes over which the shards of a matrix are exchanged."""
+        return self._ordered(sum(piece.cut, ()))
+
+    def _replicas(self, piece: _Piece) -> Axes:
+        """The owner axes on which every device has what its neighbours have."""
+        used = (*self._exchanged(piece), *piece.spread)
+        return tuple(a for a in self._axis if a not in used and self._sizes[a] > 1)
+
+    def _count(self, axes: Axes) -> int:
+        return math.prod(self._sizes[a] for a in axes)
+
+    def _place(self, device: int, axes: Axes) -> int:
+        """The place of a device on some of the owner axes."""
+        place = unravel(device, [self._sizes[a] for a in self._axis])
+        return ravel(dict(zip(self._axis, place, strict=True)), axes, self._sizes)
+
     # ---- inside shard_map ----------------------------------------------------------------------
-
-    def _axes(self, c: ShapeClass) -> np.ndarray:
-        """``[N, W]``: the stored axis on which the matrix of a slot is sharded."""
-        table = np.full((c.num_devices, c.num_waves), _WHOLE)
-        for matrix, slot in zip(c.matrices, c.slots, strict=True):
-            table[slot] = self._stored_axis(matrix)
-        return table
-
-    def _stored_axis(self, matrix: Matrix) -> int:
-        path = self._layout.plan.leaves[matrix.leaf].leaf.path
-        axis = self._split[path]
-        if axis is None:
-            return _WHOLE
-        return len(matrix.dims) - 1 - axis if matrix.transposed else axis
 
     def _pull(self, c: ShapeClass, local: Mapping[str, jax.Array]) -> jax.Array:
         """``[1, W, *dims]``, this device's own matrices."""
-        axes = self._axes(c)
-        shards: dict[tuple[int, int], jax.Array] = {}
-        whole: dict[tuple[int, int], jax.Array] = {}
-        for matrix, slot in zip(c.matrices, c.slots, strict=True):
-            lp = self._layout.plan.leaves[matrix.leaf]
-            if lp.leaf.path not in local:
-                continue
-            assert lp.route.view is not None
-            x = take_matrix(local[lp.leaf.path], lp.route.view, matrix).astype(c.dtype)
-            if axes[slot] == _WHOLE:
-                whole[slot] = x
-            else:
-                shards[slot] = x.reshape(-1)
         own = jnp.zeros((c.num_waves, *c.shape), c.dtype)
-        if shards:
-            sent = _table(c, shards, (c.size // c.num_devices,))
-            got = collectives.exchange(sent, self._axis)
-            own = self._select(c, axes, lambda axis: _assembled(c, got, axis))
-        if whole:
-            mine = collectives.local_slots(_table(c, whole, c.shape), self._axis)[0]
-            is_whole = collectives.local_slots(axes == _WHOLE, self._axis)[0]
-            own = jnp.where(_expand(is_whole, own.ndim), mine, own)
+        for axes, pieces in self._by_exchange(c, local).items():
+            got = self._sent(c, axes, pieces, local)
+            if axes:
+                got = collectives.exchange(got, axes)
+            for cut, here in self._by_cut(c, pieces).items():
+                own = jnp.where(_expand(here, own.ndim), self._assembled(c, got, axes, cut), own)
         return collectives.varying(own, self._axis)[None]
 
-    def _push(self, stacks: dict[str, jax.Array], paths: list[str]) -> list[jax.Array]:
-        pieces: dict[str, list[tuple[Matrix, jax.Array]]] = {path: [] for path in paths}
-        for c in self._layout.plan.classes:
-            for matrix, x in self._pushed(c, stacks[c.key][0]):
-                path = self._layout.plan.leaves[matrix.leaf].leaf.path
-                if path in pieces:
-                    pieces[path].append((matrix, x))
-        return [self._leaf(self._leaves[path], pieces[path]) for path in paths]
-
-    def _pushed(self, c: ShapeClass, own: jax.Array) -> list[tuple[Matrix, jax.Array]]:
-        """Every matrix of a class with this device's part of it, in stored orientation."""
-        axes = self._axes(c)
-        got = everything = None
-        if (axes != _WHOLE).any():
-            sent = self._select(c, axes, lambda axis: _cut(c, own, axis), leading=1)
-            got = collectives.exchange(sent, self._axis)
-        found = []
-        for matrix, (device, wave) in zip(c.matrices, c.slots, strict=True):
-            axis = int(axes[device, wave])
-            if axis == _WHOLE:
-                if everything is None:
-                    everything = collectives.gather_slots(own, self._axis)
-                found.append((matrix, everything[device, wave]))
-            else:
-                assert got is not None
-                found.append((matrix, got[device, wave].reshape(_shard_shape(c, axis))))
+    def _by_exchange(self, c: ShapeClass, paths: Any) -> dict[Axes, list[_Piece]]:
+        """The pieces of a class that are in these leaves, by the axes of their exchange."""
+        found = defaultdict(list)
+        for piece in self._pieces[self._layout.plan.classes.index(c)]:
+            if piece.path in paths:
+                found[self._exchanged(piece)].append(piece)
         return found
 
-    def _leaf(self, lp: LeafPlan, pieces: list[tuple[Matrix, jax.Array]]) -> jax.Array:
+    def _by_cut(self, c: ShapeClass, pieces: list[_Piece]) -> dict[Cut, jax.Array]:
+        """For each way in which matrices are cut, in which waves ``[W]`` this device has one."""
+        tables = {piece.cut: np.zeros((c.num_devices, c.num_waves), bool) for piece in pieces}
+        for piece in pieces:
+            tables[piece.cut][piece.slot] = True
+        return {cut: collectives.local_slots(t, self._axis)[0] for cut, t in tables.items()}
+
+    def _sent(
+        self, c: ShapeClass, axes: Axes, pieces: list[_Piece], local: Mapping[str, jax.Array]
+    ) -> jax.Array:
+        """``[C, W, F]``: for every device on ``axes`` the shards of its matrices, zero in pads."""
+        rows: dict[Any, jax.Array] = {}
+        for piece in pieces:
+            if piece.row not in rows:
+                view = self._leaves[piece.path].route.view
+                assert view is not None
+                x = take_matrix(local[piece.path], view, piece.local)
+                rows[piece.row] = x.astype(c.dtype).reshape(-1)
+        number = {row: k for k, row in enumerate(rows)}
+        others = tuple(a for a in self._axis if a not in axes)
+        table = np.full((self._count(others), self._count(axes), c.num_waves), len(rows))
+        for piece in pieces:
+            device, wave = piece.slot
+            place = self._place(device, others), self._place(device, axes), wave
+            table[place] = number[piece.row]
+        values = [*rows.values(), jnp.zeros(c.size // self._count(axes), c.dtype)]
+        if len(table) == 1:
+            flat = jnp.stack([values[k] for k in table.ravel()])
+            return flat.reshape(*table.shape[1:], -1)
+        own = collectives.local_slots(table, others)[0]
+        return jnp.stack(values)[own]
+
+    def _push(self, stacks: dict[str, jax.Array], paths: list[str]) -> list[jax.Array]:
+        found: dict[str, list[tuple[Matrix, jax.Array]]] = {path: [] for path in paths}
+        for c in self._layout.plan.classes:
+            for axes, pieces in self._by_exchange(c, found).items():
+                for path, matrix, x in self._returned(c, axes, pieces, stacks[c.key][0]):
+                    found[path].append((matrix, x))
+        return [self._leaf(path, found[path]) for path in paths]
+
+    def _returned(
+        self, c: ShapeClass, axes: Axes, pieces: list[_Piece], own: jax.Array
+    ) -> list[tuple[str, Matrix, jax.Array]]:
+        """Every matrix of these pieces that this device has a shard of, with that shard."""
+        sent = None
+        for cut, here in self._by_cut(c, pieces).items():
+            part = self._cut(c, own, axes, cut)
+            sent = part if sent is None else jnp.where(_expand(here[None], 3), part, sent)
+        assert sent is not None
+        got = collectives.exchange(sent, axes) if axes else sent
+        by_replicas = defaultdict(list)
+        for piece in pieces:
+            by_replicas[self._replicas(piece)].append(piece)
+        found = []
+        for replicas, some in by_replicas.items():
+            every = collectives.gather_slots(got, replicas) if replicas else got[None]
+            flat = every.reshape(-1, got.shape[-1])
+            for piece, index in self._indices(c, axes, replicas, some):
+                x = flat[index].reshape(self._shard_shape(c, piece.cut))
+                found.append((piece.path, piece.local, x))
+        return found
+
+    def _indices(
+        self, c: ShapeClass, axes: Axes, replicas: Axes, pieces: list[_Piece]
+    ) -> list[tuple[_Piece, Any]]:
+        """Where in ``[replicas * C * W]`` a device finds its shard of each of its matrices."""
+        spread = self._ordered(pieces[0].spread)
+        places: dict[Any, dict[int, int]] = defaultdict(dict)
+        first: dict[Any, _Piece] = {}
+        for piece in pieces:
+            device, wave = piece.slot
+            index = self._place(device, replicas) * self._count(axes) + self._place(device, axes)
+            places[piece.row][self._place(device, spread)] = index * c.num_waves + wave
+            first.setdefault(piece.row, piece)
+        if not spread:
+            return [(first[row], own[0]) for row, own in places.items()]
+        rows = list(places)
+        table = np.array([[places[row][k] for row in rows] for k in range(self._count(spread))])
+        own = collectives.local_slots(table, spread)[0]
+        return [(first[row], own[k]) for k, row in enumerate(rows)]
+
+    def _leaf(self, path: str, pieces: list[tuple[Matrix, jax.Array]]) -> jax.Array:
         pieces.sort(key=lambda piece: (piece[0].batch, piece[0].start))
         matrices, stored = zip(*pieces, strict=True)
+        lp = self._leaves[path]
         assert lp.route.view is not None
-        sharding = NamedSharding(self._layout.mesh, self._specs[lp.leaf.path])
+        sharding = NamedSharding(self._layout.mesh, self._specs[path])
         shape = sharding.shard_shape(lp.leaf.shape)
         return build_leaf(stored, matrices, lp.route.view, shape, jnp)
 
-    def _select(self, c: ShapeClass, axes: np.ndarray, make: Any, leading: int = 0) -> jax.Array:
-        """``make(axis)`` of every slot's own axis; ``leading`` dims stand before the waves."""
-        kinds = sorted(set(axes[axes != _WHOLE].tolist()))
-        out = make(kinds[0])
-        mine = collectives.local_slots(axes, self._axis)[0]
-        for axis in kinds[1:]:
-            other = make(axis)
-            chosen = jnp.expand_dims(mine == axis, range(leading))
-            out = jnp.where(_expand(chosen, out.ndim), other, out)
-        return out
+    def _shard_shape(self, c: ShapeClass, cut: Cut) -> tuple[int, ...]:
+        return tuple(d // self._count(axes) for d, axes in zip(c.shape, cut, strict=True))
 
+    def _assembled(self, c: ShapeClass, got: jax.Array, axes: Axes, cut: Cut) -> jax.Array:
+        """``[W, *dims]`` from the shards ``[C, W, F]`` of matrices that are cut in this way."""
+        x = got.reshape(*(self._sizes[a] for a in axes), c.num_waves, *self._shard_shape(c, cut))
+        return x.transpose(self._order(axes, cut)).reshape(c.num_waves, *c.shape)
 
-def split_axis(lp: LeafPlan, dim: int | None) -> int | None:
-    """The axis of a matrix of a leaf that is cut where the leaf is sharded on ``dim``.
+    def _cut(self, c: ShapeClass, own: jax.Array, axes: Axes, cut: Cut) -> jax.Array:
+        """The inverse of ``_assembled``."""
+        shape = [c.num_waves]
+        for size, over in zip(self._shard_shape(c, cut), cut, strict=True):
+            shape += [*(self._sizes[a] for a in over), size]
+        order = np.argsort(self._order(axes, cut))
+        return own.reshape(shape).transpose(order).reshape(self._count(axes), c.num_waves, -1)
 
-    None where no shard of the leaf is a shard of each of its matrices: a leaf that is replicated,
-    or sharded on a batch dim, on a side that the view splits, or on an inner dim of a flattened
-    side. Such a leaf is moved whole.
-    """
-    view = lp.route.view
-    if dim is None or view is None:
-        return None
-    if not isinstance(view, MatrixView):
-        return view.dims.index(dim) if dim in view.dims else None
-    for axis, dims in enumerate((view.row_dims, view.col_dims)):
-        if dims[:1] == (dim,) and not (view.splits and view.split_axis == axis):
-            return axis
-    return None
-
-
-def _table(
-    c: ShapeClass, values: Mapping[tuple[int, int], jax.Array], shape: tuple[int, ...]
-) -> jax.Array:
-    """``[N, W, *shape]`` of the slots' values, zero in the others."""
-    zeros = jnp.zeros(shape, c.dtype)
-    slots = [(d, w) for d in range(c.num_devices) for w in range(c.num_waves)]
-    stacked = jnp.stack([values.get(slot, zeros) for slot in slots])
-    return stacked.reshape(c.num_devices, c.num_waves, *shape)
-
-
-def _shard_shape(c: ShapeClass, axis: int) -> tuple[int, ...]:
-    dims = list(c.shape)
-    dims[axis] //= c.num_devices
-    return tuple(dims)
-
-
-def _assembled(c: ShapeClass, got: jax.Array, axis: int) -> jax.Array:
-    """``[W, *dims]`` from the shards ``[N, W, F]`` of matrices that were cut on ``axis``."""
-    x = got.reshape(c.num_devices, c.num_waves, *_shard_shape(c, axis))
-    return jnp.moveaxis(x, 0, 1 + axis).reshape(c.num_waves, *c.shape)
-
-
-def _cut(c: ShapeClass, own: jax.Array, axis: int) -> jax.Array:
-    """The inverse of ``_assembled``."""
-    dims = list(c.shape)
-    dims[axis : axis + 1] = [c.num_devices, dims[axis] // c.num_devices]
-    x = jnp.moveaxis(own.reshape(c.num_waves, *dims), 1 + axis, 0)
-    return x.reshape(c.num_devices, c.num_waves, math.prod(c.shape) // c.num_devices)
+    def _order(self, axes: Axes, cut: Cut) -> list[int]:
+        """From ``[*axes, W, *shard dims]`` to ``W`` and each dim behind the axes that cut it."""
+        order = [len(axes)]
+        for k, over in enumerate(cut):
+            order += [*(axes.index(a) for a in over), len(axes) + 1 + k]
+        return order
 
 
 def _expand(flags: jax.Array, ndim: int) -> jax.Array:

@@ -16,8 +16,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import matrixfsdp_jax as mfsdp
+from matrixfsdp_jax.layout.sources import source
 from matrixfsdp_jax.layout.spec import Leaf, LeafPlan, LeafRoute, MatrixView, TensorView
-from matrixfsdp_jax.owner.sharded import split_axis
 
 SHAPES = {
     "wide": (16, 64),
@@ -234,21 +234,31 @@ def leaf_plan(shape: tuple[int, ...], view: Any) -> LeafPlan:
 
 
 @pytest.mark.parametrize(
-    ("shape", "view", "axes"),
+    ("shape", "view", "cuts"),
     [
         ((4, 6), MatrixView(), (0, 1)),
-        ((2, 4, 6), MatrixView((1,), (2,), (0,)), (None, 0, 1)),
+        ((2, 4, 6), MatrixView((1,), (2,), (0,)), ("spread", 0, 1)),
         ((3, 3, 8, 16), MatrixView((0, 1, 2), (3,)), (0, None, None, 1)),
         ((4, 6), MatrixView(splits=(2, 4)), (0, None)),
         ((4, 6), MatrixView(splits=(2, 2), split_side="rows"), (None, 1)),
         ((2, 4, 6), TensorView(dims=(0, 1, 2)), (0, 1, 2)),
-        ((2, 4, 6), TensorView(batch_dims=(0,), dims=(1, 2)), (None, 0, 1)),
+        ((2, 4, 6), TensorView(batch_dims=(0,), dims=(1, 2)), ("spread", 0, 1)),
     ],
 )
-def test_which_axis_of_a_matrix_is_cut(shape: Any, view: Any, axes: Any) -> None:
+def test_which_axis_of_a_matrix_is_cut(shape: Any, view: Any, cuts: Any) -> None:
+    """``cuts``: by dim the axis of a matrix that is cut with it; None where the leaf goes whole."""
     lp = leaf_plan(shape, view)
-    assert tuple(split_axis(lp, d) for d in range(len(shape))) == axes
-    assert split_axis(lp, None) is None
+    for dim, cut in enumerate(cuts):
+        found = source(lp, [("a",) if d == dim else () for d in range(len(shape))])
+        if cut is None:
+            assert found is None
+        elif cut == "spread":
+            assert found.spread_axes == ("a",)
+            assert found.cut_axes == ()
+        else:
+            assert found.cut[cut] == found.cut_axes == ("a",)
+    both = source(lp, [("a",) if d in (0, len(shape) - 1) else () for d in range(len(shape))])
+    assert (both is None) == (None in (cuts[0], cuts[-1]))
 
 
 @settings(max_examples=5, deadline=None)
@@ -301,10 +311,8 @@ def test_another_tree_is_refused() -> None:
 def test_shardings_that_are_not_taken() -> None:
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
     x = jax.device_put(np.ones((8, 8), np.float32), NamedSharding(mesh, P("fsdp", "tensor")))
-    with pytest.raises(ValueError, match="not owner axes"):
-        mfsdp.plan({"w": x}, mesh, storage="sharded")
-    with pytest.raises(ValueError, match=r"leaf 'w' is sharded as .*'tensor'"):
-        mfsdp.plan({"w": x}, mesh, storage="sharded", owner_axis=("fsdp", "tensor"))
+    with pytest.raises(ValueError, match=r"'w' is sharded as .*owner_axis=\('fsdp', 'tensor'\)"):
+        mfsdp.plan({"w": x}, mesh, storage="sharded", owner_axis="fsdp")
     other = mesh_of(4)
     y = jax.device_put(np.ones((8, 8), np.float32), NamedSharding(other, P("fsdp", None)))
     with pytest.raises(ValueError, match="mesh of the parameters"):
