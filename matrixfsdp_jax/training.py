@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from matrixfsdp_jax.layout.leaves import natural_key, states_of
-from matrixfsdp_jax.owner import collectives, gradients
+from matrixfsdp_jax.owner import collectives, gradients, replicas
 from matrixfsdp_jax.owner.params import OwnerLayout, OwnerParams
 from matrixfsdp_jax.owner.update import global_norm
 from matrixfsdp_jax.transforms.shampoo import ShampooState
@@ -221,16 +221,16 @@ def train_step(
         owned: OwnerParams, state: PyTree, batch: PyTree, key: Any, model_state: PyTree
     ) -> tuple[Any, ...]:
         specs = gradients.batch_specs(layout, batch, accumulate)
-        mapped = jax.shard_map(
+        mapped = layout.mapped(
             local,
-            mesh=layout.mesh,
-            in_specs=(layout.specs, specs, P(), P()),
-            out_specs=(P(), layout.trainable(layout.specs), P(), P()),
+            (layout.specs, specs, P(), P()),
+            (P(), layout.update_specs, P(), P()),
         )
         loss, grads, aux, model_state = mapped(owned, batch, key, model_state)
         with jax.named_scope("mfsdp.optimizer"):
             extra = {} if extra_args is None else _checked_extra(extra_args(aux))
-            updates, state = tx.update(grads, state, layout.trainable(owned), value=loss, **extra)
+            params = replicas.as_updates(layout, layout.trainable(owned))
+            updates, state = tx.update(grads, state, params, value=loss, **extra)
             owned = layout.apply_updates(owned, updates)
         with jax.named_scope("mfsdp.metrics"):
             metrics = {
@@ -287,7 +287,7 @@ def eval_step(fn: Callable[..., Any], layout: OwnerLayout) -> Callable[..., Any]
     def local(owned: OwnerParams, batch: PyTree, args: tuple[Any, ...]) -> PyTree:
         out = fn(layout.gather(owned), batch, *args)
         return jax.tree.map(
-            lambda v: gradients.global_mean(v, layout.owner_axis)[0],
+            lambda v: gradients.global_mean(v, layout.data_axis)[0],
             out,
             is_leaf=lambda v: type(v) is tuple,  # a NamedTuple is a container of values
         )
@@ -295,9 +295,7 @@ def eval_step(fn: Callable[..., Any], layout: OwnerLayout) -> Callable[..., Any]
     @jax.jit
     def run(owned: OwnerParams, batch: PyTree, args: tuple[Any, ...]) -> PyTree:
         specs = gradients.batch_specs(layout, batch)
-        mapped = jax.shard_map(
-            local, mesh=layout.mesh, in_specs=(layout.specs, specs, P()), out_specs=P()
-        )
+        mapped = layout.mapped(local, (layout.specs, specs, P()), P())
         return mapped(owned, batch, args)
 
     def evaluate(owned: OwnerParams, batch: PyTree, *args: Any) -> PyTree:
@@ -330,9 +328,9 @@ def _names(state: PyTree, layout: OwnerLayout, field: str, limit: int) -> list[s
     for own in states_of(ShampooState, state):
         for key, groups in getattr(own, field).items():
             for shard in (s for x in jax.tree.leaves(groups) for s in x.addressable_shards):
-                first = shard.index[0].start or 0
-                for device, wave, _ in np.argwhere(np.asarray(shard.data) > limit).tolist():
-                    matrix = classes.get(key, {}).get((first + device, wave))
+                start = [part.start or 0 for part in shard.index[:2]]
+                for *slot, _ in np.argwhere(np.asarray(shard.data) > limit).tolist():
+                    matrix = classes.get(key, {}).get((start[0] + slot[0], start[1] + slot[1]))
                     found.add(key if matrix is None else matrix.name)
     return sorted(found, key=natural_key)
 
@@ -360,7 +358,7 @@ def _settled(out: Any, layout: OwnerLayout) -> Any:
     XLA's CPU devices share one thread pool. Programs with collectives that pile up in it wait for
     one another, and after 40 seconds the process is ended. Accelerators run ahead as usual.
     """
-    simulated = layout.mesh.devices.flat[0].platform == "cpu" and layout.num_devices > 1
+    simulated = layout.mesh.devices.flat[0].platform == "cpu" and layout.mesh.size > 1
     return jax.block_until_ready(out) if simulated else out
 
 
@@ -372,7 +370,7 @@ def _local_step(
     state_reduction: Any,
 ) -> Callable[..., Any]:
     """Loss, gradients, aux and model state of one step, inside ``shard_map``."""
-    axis = layout.owner_axis
+    axis = layout.data_axis
     has_aux, has_state = aux_reduction is not None, state_reduction is not None
 
     def micro(
@@ -434,12 +432,13 @@ def _accumulate(
     indices = jnp.arange(parts)
     first = (indices[0], jax.tree.map(lambda x: x[0], split))
     shapes = jax.eval_shape(one, model_state, first)[0]
+    own = layout.parts(owned)
     zeros = jax.tree.map(
         lambda p: collectives.varying(
             jnp.zeros(p.shape, jnp.promote_types(jnp.float32, p.dtype)),
-            tuple(a for a in layout.owner_axis if a in collectives.varying_axes(p)),
+            tuple(a for a in layout.data_axis if a in collectives.varying_axes(p)),
         ),
-        layout.trainable(owned),
+        own,
     )
     scalar = jnp.zeros((), shapes.loss.dtype)
 
@@ -453,7 +452,7 @@ def _accumulate(
     carry = (scalar, scalar, zeros, model_state)
     (total, weight, grads, model_state), aux = jax.lax.scan(body, carry, (indices, split))
     weight = jnp.where(weight == 0, 1, weight)
-    grads = jax.tree.map(lambda g, p: (g / weight).astype(p.dtype), grads, layout.trainable(owned))
+    grads = jax.tree.map(lambda g, like: (g / weight).astype(like.dtype), grads, own)
     return total / weight, grads, aux, model_state
 
 

@@ -563,7 +563,7 @@ def damped() -> mfsdp.MuonVariant:
         def update(stacks: Any, state: StepSizes, params: Any = None) -> Any:
             new, own = {}, {}
             for k, o in stacks.items():
-                rows = local(row_outputs[k])
+                rows = local(k, row_outputs[k])
                 size = 0.5 * state.own[k]["size"] + (1 + rows) * jnp.abs(o).sum((-2, -1))
                 new[k] = o / (1 + size)[..., None, None] + 0.5 * state.own[k]["last"]
                 own[k] = {"size": size, "last": o}

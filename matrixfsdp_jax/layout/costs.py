@@ -5,11 +5,12 @@ Shape legend: ``N`` devices on the owner axis, ``W`` waves, ``K`` Newton-Schulz 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import inf, prod
 from typing import Literal
 
+from matrixfsdp_jax.layout import balance
 from matrixfsdp_jax.layout.blocks import block_groups, merge_dims
 from matrixfsdp_jax.layout.phases import Units
 from matrixfsdp_jax.layout.spec import LeafPlan, Plan, ShapeClass, TensorView, View, dtype_bytes
@@ -211,7 +212,8 @@ def method(optimizer: str | Method) -> Method:
 class PerDevice:
     """A cost on each device: ``real`` leaves pad slots out, ``padded`` is what every device pays.
 
-    All devices run one program over whole stacks, so the padded figure is the same on all of them.
+    All devices hold whole stacks, so the padded figure is the same on all of them. FLOPs under
+    ``dealing="lpt"`` are those of the waves in a device's composition; ``padded`` is the most.
     """
 
     real: tuple[int, ...]
@@ -224,7 +226,7 @@ class PerDevice:
 
     @property
     def padded_balance(self) -> float:
-        """What every device pays over the mean of what is useful; 1 is perfect."""
+        """What a device pays, at most, over the mean of what is useful; 1 is perfect."""
         return self._over_mean(self.padded)
 
     def _over_mean(self, value: int) -> float:
@@ -315,13 +317,16 @@ def costs(plan: Plan) -> Costs:
 
         return PerDevice(tuple(map(total, owned)), total(slots))
 
+    flops = spread(lambda cls: matrix_flops(plan, cls))
+    if plan.dealing == "lpt":
+        flops = replace(flops, padded=_branch_flops(plan))
     rest = [p for p in plan.leaves if p.route.route == "rest" and p.trainable]
     rest_bytes = sum(_stored_bytes(p, plan.num_devices) for p in rest)
     parameters = spread(_matrix_bytes, rest_bytes)
     return Costs(
         matrices=spread(lambda cls: 1),
         elements=spread(lambda cls: cls.size),
-        flops=spread(lambda cls: record.matrix_flops(cls.shape, plan.ns_steps)),
+        flops=flops,
         parameters=parameters,
         gradients=parameters,
         state=spread(
@@ -335,6 +340,44 @@ def costs(plan: Plan) -> Costs:
         ),
         collectives=tuple(_collectives(plan)) if plan.num_devices > 1 else (),
     )
+
+
+def matrix_flops(plan: Plan, cls: ShapeClass) -> int:
+    """FLOPs of the update of one matrix of a class."""
+    return method(plan.optimizer).matrix_flops(cls.shape, plan.ns_steps)
+
+
+def compositions(plan: Plan) -> balance.Compositions:
+    """On which waves of each class (in the plan's order) a device works.
+
+    Under ``dealing="slots"`` these are all waves. Where replicas share the waves, those that one
+    replica has.
+    """
+    parts = plan.replicas if plan.shared else 1
+    waves = [cls.num_waves // parts for cls in plan.classes]
+    used = [[cls.num_waves] * plan.num_devices for cls in plan.classes]
+    if plan.dealing == "lpt":
+        used = [[0] * plan.num_devices for _ in plan.classes]
+        for own, cls in zip(used, plan.classes, strict=True):
+            for device, wave in cls.slots:
+                own[device] = max(own[device], wave + 1)
+
+    def part(device: int, replica: int) -> tuple[int, ...]:
+        """Of the waves up to the last one with a matrix, those of a replica."""
+        return tuple(
+            min(max(own[device] - replica * whole, 0), whole)
+            for own, whole in zip(used, waves, strict=True)
+        )
+
+    needed = [[part(d, r) for r in range(parts)] for d in range(plan.num_devices)]
+    return balance.compositions(needed, [matrix_flops(plan, cls) for cls in plan.classes])
+
+
+def _branch_flops(plan: Plan) -> int:
+    """FLOPs of the costliest composition; of replicas that share the waves, for all of them."""
+    each = [matrix_flops(plan, cls) for cls in plan.classes]
+    parts = plan.replicas if plan.shared else 1
+    return parts * max(balance.load(waves, each) for waves in compositions(plan).waves)
 
 
 def factor_bytes(record: Method, cls: ShapeClass) -> int:

@@ -7,12 +7,15 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from math import prod
+from typing import Any, Literal, get_args
 
+from matrixfsdp_jax.layout import balance
 from matrixfsdp_jax.layout.costs import Method, method
 from matrixfsdp_jax.layout.leaves import natural_key
 from matrixfsdp_jax.layout.phases import phase_work, refresh_phases
 from matrixfsdp_jax.layout.spec import (
+    Dealing,
     Leaf,
     LeafPlan,
     LeafRoute,
@@ -25,6 +28,9 @@ from matrixfsdp_jax.layout.spec import (
 from matrixfsdp_jax.layout.spread import spread_waves
 
 Order = Sequence[str] | Callable[[str], Any]
+
+# "auto" takes "lpt" where it takes more than this part off what the busiest device pays.
+_WORTH_BRANCHES = 0.05
 
 CAST_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -39,6 +45,7 @@ def make_plan(
     gather_dtype: str | None = None,
     reduce_dtype: str | None = None,
     rest_shard_min_size: int = 0,
+    dealing: Literal["slots", "lpt", "auto"] = "slots",
 ) -> Plan:
     """Return the layout of routed leaves over ``num_devices`` devices.
 
@@ -49,6 +56,13 @@ def make_plan(
     first; in every class a device thus owns at most one matrix more than another. For an optimizer
     whose refreshes are staggered, the matrices of a wave are dealt so that each device has about
     the same work in every step.
+
+    That is ``dealing="slots"``: all devices run one program on equal slots, and pay the pads where
+    N does not divide the counts. ``"lpt"`` deals all classes together, the costliest matrices
+    first, each to the device with the least work (see `balance.deal`), and the update branches on
+    what a device owns. Owners in a wave still take consecutive matrices, and refreshes are
+    spread as above, since that leaves to each device its number of matrices of a class. Stacks
+    have as many waves as their fullest device owns, so memory and bytes gathered can grow.
 
     The forward order is that of the leaves' paths, numbers compared as numbers, then of batch
     index, then of split block. Leaves that are stacked together (all leaves under
@@ -68,6 +82,8 @@ def make_plan(
         (float64 for float64 leaves).
       rest_shard_min_size: rest and frozen leaves with fewer elements are replicated. The others
         are sharded on their largest dim that N divides, where there is one.
+      dealing: ``"slots"``, ``"lpt"``, or ``"auto"``: ``"lpt"`` where the busiest device then pays
+        over 5% fewer FLOPs, else ``"slots"``. The plan names the one taken.
 
     Raises:
       ValueError: if an argument is out of its range, there is no leaf, ``order`` does not name
@@ -75,6 +91,8 @@ def make_plan(
         optimizer does not take its order.
     """
     _check_options(num_devices, ns_steps, gather_dtype, reduce_dtype, rest_shard_min_size)
+    if dealing not in ("auto", *get_args(Dealing)):
+        raise ValueError(f"dealing={dealing!r} must be 'auto' or one of {get_args(Dealing)}")
     record = method(optimizer)
     if not routed:
         raise ValueError("the tree has no leaf, so there is nothing to lay out; give parameters")
@@ -87,15 +105,14 @@ def make_plan(
         members[matrix.stored_shape, routed[matrix.leaf][0].dtype].append(matrix)
     flops = {shape: record.matrix_flops(shape, ns_steps) for shape, _ in members}
 
-    loads = [0] * num_devices
+    costliest = sorted(members, key=lambda c: (-flops[c[0]], c))
+    items = [balance.Item(len(members[c]), flops[c[0]], prod(c[0])) for c in costliest]
+    slots, dealt = _dealt(items, num_devices, dealing)
     classes = []
-    for shape, dtype in sorted(members, key=lambda c: (-flops[c[0]], c)):
+    for (shape, dtype), own in zip(costliest, slots, strict=True):
+        waves = 1 + max(wave for _, wave in own)
         matrices = tuple(members[shape, dtype])
-        slots = _deal(len(matrices), loads)
-        for device, _ in slots:
-            loads[device] += flops[shape]
-        waves = -(-len(matrices) // num_devices)
-        classes.append(ShapeClass(shape, dtype, num_devices, waves, matrices, slots))
+        classes.append(ShapeClass(shape, dtype, num_devices, waves, matrices, own))
     classes = _spread(classes, record, num_devices)
 
     return Plan(
@@ -106,7 +123,34 @@ def make_plan(
         classes=tuple(sorted(classes, key=lambda c: (c.shape, c.dtype))),
         gather_dtype=gather_dtype,
         reduce_dtype=reduce_dtype,
+        dealing=dealt,
     )
+
+
+# Replicas share the owners' work if at most this part of the slots, by elements, would be pads.
+_MOST_PADS = 0.25
+
+
+def share_waves(plan: Plan, replicas: int, how: str = "auto") -> tuple[Plan, bool]:
+    """The plan with waves that ``replicas`` can share, and whether they do.
+
+    Each replica has an equal number of waves of every class, which pads them to a multiple of
+    ``replicas``.
+
+    Args:
+      plan: of one replica.
+      replicas: R, the number of replicas.
+      how: ``"each"`` to share nothing, ``"shared"``, or ``"auto"`` to share unless more than a
+        quarter of the elements would be pads.
+    """
+    classes = tuple(
+        replace(c, num_waves=-(-c.num_waves // replicas) * replicas) for c in plan.classes
+    )
+    slots = sum(c.num_devices * c.num_waves * c.size for c in classes)
+    used = sum(len(c.matrices) * c.size for c in classes)
+    if how == "each" or (how == "auto" and slots - used > _MOST_PADS * slots):
+        return replace(plan, replicas=replicas), False
+    return replace(plan, classes=classes, replicas=replicas, shared=True), True
 
 
 def _check_options(
@@ -176,7 +220,33 @@ def _leaf_plan(leaf: Leaf, route: LeafRoute, num_devices: int, min_size: int) ->
     return LeafPlan(leaf, route, trainable, shard_dim)
 
 
-def _deal(count: int, loads: Sequence[int]) -> tuple[tuple[int, int], ...]:
+Slots = tuple[tuple[int, int], ...]
+
+
+def _dealt(
+    items: Sequence[balance.Item], num_devices: int, dealing: str
+) -> tuple[list[Slots], Dealing]:
+    """The slots of every class, and how they were dealt."""
+    if items and dealing != "slots":
+        counts = balance.deal(items, num_devices)
+        needed = [[row] for row in zip(*counts, strict=True)]
+        costs = [item.cost for item in items]
+        branches = balance.compositions(needed, costs).waves
+        busiest = max(balance.load(waves, costs) for waves in branches)
+        every = sum(-(-item.count // num_devices) * item.cost for item in items)
+        if dealing == "lpt" or busiest < (1 - _WORTH_BRANCHES) * every:
+            return [balance.slots(own) for own in counts], "lpt"
+    loads = [0] * num_devices
+    slots = []
+    for item in items:
+        own = _deal(item.count, loads)
+        for device, _ in own:
+            loads[device] += item.cost
+        slots.append(own)
+    return slots, "slots"
+
+
+def _deal(count: int, loads: Sequence[int]) -> Slots:
     """The slots ``(device, wave)`` of ``count`` matrices of a class, in forward order."""
     num_devices = len(loads)
     waves, left = divmod(count, num_devices)

@@ -14,12 +14,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from matrixfsdp_jax.layout import refresh_report
+from matrixfsdp_jax.layout import balance, refresh_report
 from matrixfsdp_jax.layout.costs import (
     Collective,
     CollectiveKind,
     Costs,
+    compositions,
     costs,
+    matrix_flops,
     method,
     newton_schulz_flops,
 )
@@ -82,6 +84,7 @@ def _summary(plan: Plan, cost: Costs, found: Refresh | None) -> str:
             f"update per device: {_flops(cost.flops.padded, 'FLOP')}{steps}, "
             f"{cost.flops.padded_balance:.2f} x the mean of useful work; "
             f"busiest owner {cost.flops.balance:.2f} x",
+            _dealing_line(plan),
             f"padding: stacks hold {cost.padding_factor:.2f} x the elements of the matrices",
         ]
     if found is not None:
@@ -91,6 +94,35 @@ def _summary(plan: Plan, cost: Costs, found: Refresh | None) -> str:
             *refresh_report.lines(found),
         ]
     return "\n".join(lines)
+
+
+def _dealing_line(plan: Plan) -> str:
+    found = _dealing(plan)
+    branches = len(found["compositions"])
+    how = "equal slots" if plan.dealing == "slots" else f"LPT over all classes, {branches} branches"
+    return (
+        f"dealt by {how}: {found['plan']:.2f} x the mean FLOPs on the busiest device; equal slots "
+        f"{found['slots']:.2f} x, LPT {found['lpt']:.2f} x, bound {found['lower_bound']:.2f} x"
+    )
+
+
+def _dealing(plan: Plan) -> dict[str, Any]:
+    """FLOPs of the busiest device over the mean, as dealt and as it could be (see `balance`)."""
+    each = [matrix_flops(plan, cls) for cls in plan.classes]
+    flops = [one for one, cls in zip(each, plan.classes, strict=True) for _ in cls.matrices]
+    mean = sum(flops) / plan.num_devices
+    loads = [0] * plan.num_devices
+    for device, one in zip(balance.lpt(flops, plan.num_devices), flops, strict=True):
+        loads[device] += one
+    slots = [-(-len(cls.matrices) // plan.num_devices) for cls in plan.classes]
+    return {
+        "dealing": plan.dealing,
+        "compositions": [list(waves) for waves in compositions(plan).waves],
+        "plan": costs(plan).flops.padded_balance,
+        "slots": balance.load(slots, each) / mean if mean else 1.0,
+        "lpt": max(loads) / mean if mean else 1.0,
+        "lower_bound": balance.lower_bound(flops, plan.num_devices),
+    }
 
 
 def title(plan: Plan) -> str:
@@ -310,6 +342,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
             "padded_flop_balance": cost.flops.padded_balance,
             "collectives": [{**asdict(c), "total_bytes": c.total_bytes} for c in cost.collectives],
         },
+        "dealing": _dealing(plan) if plan.classes else None,
         "refresh": None if found is None else refresh_report.to_dict(found),
     }
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 Route = Literal["matrix", "rest", "frozen"]
 Side = Literal["rows", "cols"]
+Dealing = Literal["slots", "lpt"]
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,10 @@ class Plan:
 
     ``optimizer`` is a name in ``layout.costs.METHODS`` or a record of one's own.
     ``gather_dtype`` None means that parameters are gathered in their own dtype, ``reduce_dtype``
-    None that gradients are summed in float32, those of float64 leaves in float64.
+    None that gradients are summed in float32, those of float64 leaves in float64. ``replicas`` is
+    the number of replicas of the owners; ``shared`` says whether they share the waves of a stack.
+    ``dealing`` ``"slots"``: every device updates all waves; ``"lpt"``: a device updates those waves
+    in which it has a matrix (see `layout.balance`).
     """
 
     num_devices: int
@@ -226,6 +230,9 @@ class Plan:
     classes: tuple[ShapeClass, ...]
     gather_dtype: str | None = None
     reduce_dtype: str | None = None
+    replicas: int = 1
+    shared: bool = False
+    dealing: Dealing = "slots"
 
     def wire_dtypes(self, dtype: str) -> tuple[str, str]:
         """In what a leaf of ``dtype`` is gathered and its gradient summed.

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from matrixfsdp_jax.linalg.coefficients import Schedule
+from matrixfsdp_jax.linalg.norms import Reduce, unsplit
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,14 @@ class Form:
         general product.
       dtype: what arrays are stored in.
       wide: what is accumulated in.
+      sum_over: sums the Gram matrices of parts of the columns of ``X``, in ``wide``.
     """
 
     segments: tuple[int, ...]
     edges: tuple[int, ...]
     dtype: jnp.dtype
     wide: jnp.dtype
+    sum_over: Reduce = unsplit
 
 
 def iterate(x: jax.Array, schedule: Schedule, form: Form) -> jax.Array:
@@ -47,7 +50,7 @@ def iterate(x: jax.Array, schedule: Schedule, form: Form) -> jax.Array:
     x = x.astype(form.dtype)
     gram = None
     if schedule.start != "frobenius":
-        x, gram = _start(x, _hermitian(x, _adjoint(x), form), schedule.start, form)
+        x, gram = _start(x, _gram(x, form), schedule.start, form)
     rows = jnp.asarray(schedule.rows, form.wide)
     run = _gram_form if form.segments else _standard_form
     return run(x, gram, rows, schedule.cubic, form)
@@ -74,7 +77,7 @@ def _standard_form(
 
     def step(x: jax.Array, row: jax.Array, gram: jax.Array | None = None) -> jax.Array:
         if gram is None:
-            gram = _hermitian(x, _adjoint(x), form).astype(form.dtype)
+            gram = _gram(x, form).astype(form.dtype)
         return _add_product(row[0], x, _polynomial(gram, row, cubic, form), x, form)
 
     if gram is not None:  # The start has already formed it.
@@ -105,7 +108,7 @@ def _segment(
 ) -> jax.Array:
     """Apply the steps of ``rows`` to ``x`` without a restart."""
     if gram is None:
-        gram = _hermitian(x, _adjoint(x), form).astype(form.dtype)
+        gram = _gram(x, form).astype(form.dtype)
     poly = _polynomial(gram, rows[0], cubic, form)
     identity = jnp.broadcast_to(jnp.eye(gram.shape[-1], dtype=form.wide), gram.shape)
     product = (rows[0, 0] * identity + poly.astype(form.wide)).astype(form.dtype)
@@ -156,10 +159,24 @@ def _hermitian(x: jax.Array, y: jax.Array, form: Form) -> jax.Array:
     rows = []
     for i, (start, stop) in enumerate(bounds):
         above = [_adjoint(below[..., :, start:stop]) for below in lower[i + 1 :]]
-        square = lower[i][..., :, start:]
-        square = jnp.where(_lower(square.shape), square, _adjoint(square))
+        square = _mirror(lower[i][..., :, start:])
         rows.append(jnp.concatenate([lower[i][..., :, :start], square, *above], axis=-1))
     return jnp.concatenate(rows, axis=-2)
+
+
+def _gram(x: jax.Array, form: Form) -> jax.Array:
+    """``X X^H`` of the whole matrices, in ``form.wide``.
+
+    A sum over devices may add in another order above the diagonal than below. General products do
+    not mind; those from blocks lose up to two digits unless it is mirrored again.
+    """
+    gram = form.sum_over(_hermitian(x, _adjoint(x), form))
+    return gram if form.sum_over is unsplit or len(form.edges) == 2 else _mirror(gram)
+
+
+def _mirror(x: jax.Array) -> jax.Array:
+    """``[..., m, m]`` with what is above the diagonal from below it."""
+    return jnp.where(_lower(x.shape), x, _adjoint(x))
 
 
 def _lower(shape: tuple[int, ...]) -> jax.Array:

@@ -9,6 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+# Combines one array of every device that holds a part of the same matrices (`orthogonalize_split`).
+Reduce = Callable[[jax.Array], jax.Array]
+
+
+def unsplit(x: jax.Array) -> jax.Array:
+    """The `Reduce` of matrices that lie whole on one device."""
+    return x
+
 
 def check_matrices(x: jax.Array) -> None:
     """Refuse what is not ``[..., m, n]`` of floating or complex numbers.
@@ -23,25 +31,32 @@ def check_matrices(x: jax.Array) -> None:
         raise ValueError(f"x must be [..., m, n] with m, n >= 1, got shape {x.shape}")
 
 
-def normalize(x: jax.Array, eps: ArrayLike) -> jax.Array:
-    """Divide by the Frobenius norm, in float32 or wider, without overflow or underflow."""
+def normalize(
+    x: jax.Array, eps: ArrayLike, sum_over: Reduce = unsplit, max_over: Reduce = unsplit
+) -> jax.Array:
+    """Divide by the Frobenius norm, in float32 or wider, without overflow or underflow.
+
+    Of matrices whose parts lie on several devices, ``max_over`` and ``sum_over`` combine one number
+    per matrix each.
+    """
     if jnp.issubdtype(x.dtype, jnp.complexfloating):  # the norm is that of the two parts together
-        return _as_real(lambda parts: normalize(parts, eps), x)
-    x = scale_to_one(x)
+        return _as_real(lambda parts: normalize(parts, eps, sum_over, max_over), x)
+    x = scale_to_one(x, max_over)
     # A subnormal eps may be flushed to zero, and a zero matrix would then give NaN.
     eps = jnp.maximum(jnp.asarray(eps, x.dtype), jnp.finfo(x.dtype).tiny)
-    return x / (jnp.sqrt(sum_of_squares(x)) + eps)
+    return x / (jnp.sqrt(sum_over(sum_of_squares(x))) + eps)
 
 
-def scale_to_one(x: jax.Array) -> jax.Array:
+def scale_to_one(x: jax.Array, max_over: Reduce = unsplit) -> jax.Array:
     """Multiply matrices by the power of two that brings their largest entry into ``[1, 2)``.
 
     Exact; in float32 or wider. Of complex entries the larger part counts. Zero stays zero.
     """
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return _as_real(scale_to_one, x)
+        return _as_real(lambda parts: scale_to_one(parts, max_over), x)
     x = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
-    return x * _inverse_power_of_two(jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True))
+    largest = max_over(jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True))
+    return x * _inverse_power_of_two(largest)
 
 
 def _as_real(fn: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:

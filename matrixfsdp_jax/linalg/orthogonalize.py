@@ -23,7 +23,7 @@ from matrixfsdp_jax.linalg.algorithms import (
 )
 from matrixfsdp_jax.linalg.coefficients import Schedule, newton_schulz_schedule
 from matrixfsdp_jax.linalg.newton_schulz import Form, iterate
-from matrixfsdp_jax.linalg.norms import check_matrices, normalize
+from matrixfsdp_jax.linalg.norms import Reduce, check_matrices, normalize, unsplit
 from matrixfsdp_jax.linalg.polar import polar
 
 Batching = Literal["auto", "map", "batched"]
@@ -115,8 +115,7 @@ def orthogonalize(
     schedule = newton_schulz_schedule(coefficients, steps)
     x = jnp.asarray(x)
     check_matrices(x)
-    if not isinstance(eps, jax.Array) and not 0 < eps < math.inf:  # a traced eps has no value yet
-        raise ValueError(f"eps must be positive and finite, got {eps!r}")
+    check_eps(eps)
     if batching not in get_args(Batching):
         raise ValueError(f"batching must be one of {get_args(Batching)}, got {batching!r}")
     if algorithm not in ("auto", *ALGORITHMS):
@@ -124,9 +123,21 @@ def orthogonalize(
     if exact:
         return polar(x)
 
+    def select(chosen: jnp.dtype, platform: Platform) -> Algorithm:
+        if algorithm != "auto":
+            return algorithm
+        return choose_algorithm(
+            x.shape[-2],
+            x.shape[-1],
+            steps,
+            dtype=chosen.name,
+            platform=platform,
+            cubic=schedule.cubic,
+        )
+
     def run(platform: Platform) -> _Run:
-        chosen = _iteration_dtype(x.dtype, dtype, platform)
-        form = _form(x.shape, schedule, chosen, algorithm, platform)
+        chosen = iteration_dtype(x.dtype, dtype, platform)
+        form = make_form(min(x.shape[-2:]), steps, chosen, select(chosen, platform), platform)
         mapped = batching == "map" or (batching == "auto" and platform == "cpu")
         return _Run(schedule, form, mapped and x.ndim > 2)
 
@@ -148,7 +159,14 @@ class _Run:
         return jax.lax.map(lambda x: one(x, eps), x.reshape(-1, *x.shape[-2:])).reshape(x.shape)
 
 
-def _iteration_dtype(x_dtype: jnp.dtype, dtype: DTypeLike | None, platform: Platform) -> jnp.dtype:
+def check_eps(eps: float) -> None:
+    """Refuse a number that is not positive and finite; a traced one has no value yet."""
+    if not isinstance(eps, jax.Array) and not 0 < eps < math.inf:
+        raise ValueError(f"eps must be positive and finite, got {eps!r}")
+
+
+def iteration_dtype(x_dtype: jnp.dtype, dtype: DTypeLike | None, platform: Platform) -> jnp.dtype:
+    """The dtype that matrices of ``x_dtype`` are iterated in; ValueError where it does not fit."""
     complex_ = jnp.issubdtype(x_dtype, jnp.complexfloating)
     if dtype is None:
         wide = complex_ or x_dtype == jnp.float64
@@ -168,33 +186,42 @@ def _iteration_dtype(x_dtype: jnp.dtype, dtype: DTypeLike | None, platform: Plat
     return dtype
 
 
-def _form(
-    shape: tuple[int, ...],
-    schedule: Schedule,
+def make_form(
+    m: int,
+    steps: int,
     dtype: jnp.dtype,
-    algorithm: Literal["auto"] | Algorithm,
+    algorithm: Algorithm,
     platform: Platform,
+    sum_over: Reduce = unsplit,
 ) -> Form:
-    m, n = sorted(shape[-2:])
-    steps = len(schedule.rows)
-    if algorithm == "auto":
-        algorithm = choose_algorithm(
-            m, n, steps, dtype=dtype.name, platform=platform, cubic=schedule.cubic
-        )
+    """The form of ``algorithm`` for Gram matrices ``[m, m]``."""
     return Form(
         segments=segment_lengths(steps, dtype.name) if algorithm.startswith("gram") else (),
         edges=block_edges(m, platform) if algorithm.endswith("symmetric") else (0, m),
         dtype=dtype,
         wide=jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype,
+        sum_over=sum_over,
     )
 
 
 @functools.partial(jax.jit, static_argnames=("cpu", "gpu", "tpu"))
 def _orthogonalize(x: jax.Array, eps: ArrayLike, *, cpu: _Run, gpu: _Run, tpu: _Run) -> jax.Array:
-    """Choose by platform. Jitted, so that calls outside jit have the same bits."""
+    """`by_platform`, jitted, so that calls outside jit have the same bits."""
+    return by_platform(x, eps, cpu=cpu, gpu=gpu, tpu=tpu)
+
+
+def by_platform(
+    x: jax.Array,
+    eps: ArrayLike,
+    *,
+    cpu: Callable[..., jax.Array],
+    gpu: Callable[..., jax.Array],
+    tpu: Callable[..., jax.Array],
+) -> jax.Array:
+    """One of three functions of ``x`` and ``eps``, by the platform that is lowered for."""
     if cpu == gpu == tpu:
         return cpu(x, eps)
-    runs: dict[str, Callable[..., jax.Array]] = {"cpu": cpu, "cuda": gpu, "rocm": gpu, "tpu": tpu}
+    runs = {"cpu": cpu, "cuda": gpu, "rocm": gpu, "tpu": tpu}
     return jax.lax.platform_dependent(x, jnp.asarray(eps), default=gpu, **runs)
 
 

@@ -18,6 +18,12 @@ from matrixfsdp_jax.owner.update import Local
 PyTree = Any
 
 
+def all_slots(key: str, table: Any) -> jax.Array:
+    """The ``Local`` of whole stacks: every slot of a table belongs to them."""
+    del key
+    return jnp.asarray(table)
+
+
 def on_canonical(
     make: Callable[[Plan, Local], optax.GradientTransformation],
     routes: dict[str, tuple[Leaf, LeafRoute]],
@@ -33,14 +39,14 @@ def on_canonical(
 
     def init(params: PyTree) -> PyTree:
         packing = _Packing(params, routes, optimizer)
-        tx = make(packing.plan, jnp.asarray)
+        tx = make(packing.plan, all_slots)
         return packing.unpack_state(tx.init(packing.pack(params)))
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:
         packing = _Packing(updates, routes, optimizer)
-        tx = optax.with_extra_args_support(make(packing.plan, jnp.asarray))
+        tx = optax.with_extra_args_support(make(packing.plan, all_slots))
         stacks = packing.pack(updates)
         template = jax.eval_shape(tx.init, stacks)
         stacks, new = tx.update(

@@ -10,6 +10,7 @@ matrix or tensor.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -42,10 +43,26 @@ def device_index(axis: Axis) -> jax.Array:
     return lax.axis_index(axis)
 
 
-def local_slots(table: jax.typing.ArrayLike, axis: Axis) -> jax.Array:
-    """The row of this device, ``[1, W]`` out of a constant table ``[N, W]``."""
+def local_slots(table: jax.typing.ArrayLike, axis: Axis, sharing: Axis = ()) -> jax.Array:
+    """The row of this device, ``[1, W]`` out of a constant table ``[N, W]``.
+
+    ``sharing``: axes whose devices share the waves: each has a part of them, in order.
+    """
     table = jnp.asarray(table)
-    return lax.dynamic_slice_in_dim(table, device_index(axis), 1, axis=0)
+    return part_of(lax.dynamic_slice_in_dim(table, device_index(axis), 1, axis=0), 1, sharing)
+
+
+def part_of(x: jax.Array, dim: int, axis: Axis) -> jax.Array:
+    """A device's part of dim ``dim`` of an array that all devices on ``axis`` have whole."""
+    if not axis:
+        return x
+    size = x.shape[dim] // lax.axis_size(axis)
+    return lax.dynamic_slice_in_dim(x, device_index(axis) * size, size, dim)
+
+
+def whole_of(part: jax.Array, dim: int, axis: Axis) -> jax.Array:
+    """The inverse of ``part_of``, the same on all devices: one all-gather."""
+    return lax.all_gather(part, axis, axis=dim, tiled=True, to="invarying") if axis else part
 
 
 def sum_over(x: Any, axis: Axis) -> Any:
@@ -69,58 +86,89 @@ def exchange(x: jax.Array, axis: Axis) -> jax.Array:
 
 
 def gather_slots(own: jax.Array, axis: Axis) -> jax.Array:
-    """``[N, W, *dims]`` on every device, from each one's ``[W, *dims]``: one all-gather."""
-    return lax.all_gather(own, axis)
+    """``[N, W, *dims]``, the same everywhere, of each device's ``[W, *dims]``: one all-gather."""
+    return lax.all_gather(own, axis, to="invarying")
 
 
-def gather_waves(
-    stack: jax.Array, axis: Axis, *, gather_dtype: Any, reduce_dtype: Any
-) -> list[list[jax.Array]]:
+@dataclass(frozen=True)
+class Wire:
+    """How a leaf travels to the model and its gradient back.
+
+    Attributes:
+      axis: the axes over which it is gathered, and its gradient reduce-scattered.
+      gather_dtype: in what it travels forward.
+      reduce_dtype: in what its gradient is summed.
+      replicas: the axes over which the leaf is replicated and the batch is split: the gradient is
+        summed over them too.
+      sharing: whether each of the replicas keeps a part of the gradient only. Then the gradient is
+        that of the ``part`` which is given beside the leaf.
+    """
+
+    axis: Axis
+    gather_dtype: Any
+    reduce_dtype: Any
+    replicas: Axis = ()
+    sharing: bool = False
+
+    def to_model(self, x: jax.Array) -> jax.Array:
+        """``x`` as the model takes it: no replica's gradient is that of another."""
+        return varying(x, self.axis + self.replicas)
+
+    def reduced(self, gradient: jax.Array, dim: int) -> jax.Array:
+        """The sum over the replicas of a gradient, or this replica's part of it on ``dim``."""
+        if self.sharing:
+            return lax.psum_scatter(gradient, self.replicas, scatter_dimension=dim, tiled=True)
+        return lax.psum(gradient, self.replicas) if self.replicas else gradient
+
+
+def gather_waves(stack: jax.Array, wire: Wire, part: jax.Array) -> list[list[jax.Array]]:
     """Whole matrices of a class on every device, from the local owner stack ``[1, W, *dims]``.
 
-    Returns ``waves[w][d]``, the matrix of slot ``(d, w)`` in ``gather_dtype``.
+    Returns ``waves[w][d]``, the matrix of slot ``(d, w)`` in ``gather_dtype``. Differentiable in
+    ``part``, which is the stack itself, or this replica's waves of it.
 
     Collectives: forward one all-gather per wave (``N prod(dims)`` elements of ``gather_dtype``);
-    backward one reduce-scatter per wave (as many of ``reduce_dtype``).
+    backward one reduce-scatter per wave (as many of ``reduce_dtype``), then over replicas one
+    all-reduce of the stack, or one reduce-scatter where they share it.
     Numerics: gradients are summed over devices in ``reduce_dtype``, then cast to the stack's dtype.
     """
-    dtype = stack.dtype
 
-    def forward(stack: jax.Array) -> tuple[list[list[jax.Array]], None]:
+    def forward(stack: jax.Array) -> list[list[jax.Array]]:
         waves = []
         for wave in stack[0]:
-            whole = lax.all_gather(wave.astype(gather_dtype), axis)
-            waves.append(list(whole))
-        return waves, None
+            whole = lax.all_gather(wave.astype(wire.gather_dtype), wire.axis)
+            waves.append(list(wire.to_model(whole)))
+        return waves
 
-    def backward(_: None, cotangents: list[list[jax.Array]]) -> tuple[jax.Array]:
+    def backward(cotangents: list[list[jax.Array]]) -> jax.Array:
         owned = [
-            lax.psum_scatter(jnp.stack([ct.astype(reduce_dtype) for ct in wave]), axis)
+            lax.psum_scatter(jnp.stack([ct.astype(wire.reduce_dtype) for ct in wave]), wire.axis)
             for wave in cotangents
         ]
-        return (jnp.stack(owned)[None].astype(dtype),)
+        return wire.reduced(jnp.stack(owned), 0)[None].astype(stack.dtype)
 
-    return _with_backward(forward, backward)(stack)
+    return _with_backward(forward, backward, stack, part)
 
 
-def gather_dim(
-    x: jax.Array, dim: int, axis: Axis, *, gather_dtype: Any, reduce_dtype: Any
-) -> jax.Array:
+def gather_dim(x: jax.Array, dim: int, wire: Wire, part: jax.Array) -> jax.Array:
     """A whole leaf on every device, from its local part of dim ``dim``.
 
+    Differentiable in ``part``, which is ``x`` itself, or this replica's part of it on ``dim``.
+
     Collectives: forward one all-gather in ``gather_dtype``, backward one reduce-scatter in
-    ``reduce_dtype``.
+    ``reduce_dtype``, and over replicas as for ``gather_waves``.
     """
-    dtype = x.dtype
 
-    def forward(x: jax.Array) -> tuple[jax.Array, None]:
-        return lax.all_gather(x.astype(gather_dtype), axis, axis=dim, tiled=True), None
+    def forward(x: jax.Array) -> jax.Array:
+        whole = lax.all_gather(x.astype(wire.gather_dtype), wire.axis, axis=dim, tiled=True)
+        return wire.to_model(whole)
 
-    def backward(_: None, ct: jax.Array) -> tuple[jax.Array]:
-        part = lax.psum_scatter(ct.astype(reduce_dtype), axis, scatter_dimension=dim, tiled=True)
-        return (part.astype(dtype),)
+    def backward(ct: jax.Array) -> jax.Array:
+        ct = ct.astype(wire.reduce_dtype)
+        owned = lax.psum_scatter(ct, wire.axis, scatter_dimension=dim, tiled=True)
+        return wire.reduced(owned, dim).astype(x.dtype)
 
-    return _with_backward(forward, backward)(x)
+    return _with_backward(forward, backward, x, part)
 
 
 def share(
@@ -137,22 +185,30 @@ def share(
     """
     dtypes = [x.dtype for x in xs]
 
-    def forward(xs: list[jax.Array]) -> tuple[list[jax.Array], None]:
-        return [varying(x, axis).astype(t) for x, t in zip(xs, gather_dtypes, strict=True)], None
+    def forward(xs: list[jax.Array]) -> list[jax.Array]:
+        return [varying(x, axis).astype(t) for x, t in zip(xs, gather_dtypes, strict=True)]
 
-    def backward(_: None, cts: list[jax.Array]) -> tuple[list[jax.Array]]:
+    def backward(cts: list[jax.Array]) -> list[jax.Array]:
         sums = lax.psum([ct.astype(t) for ct, t in zip(cts, reduce_dtypes, strict=True)], axis)
-        return ([s.astype(t) for s, t in zip(sums, dtypes, strict=True)],)
+        return [s.astype(t) for s, t in zip(sums, dtypes, strict=True)]
 
-    return _with_backward(forward, backward)(list(xs)) if xs else []
+    xs = list(xs)
+    return _with_backward(forward, backward, xs, xs) if xs else []
 
 
-def _with_backward(forward: Any, backward: Any) -> Any:
-    """A function of one argument with a hand-written reverse rule."""
+def _with_backward(forward: Any, backward: Any, x: Any, part: Any) -> Any:
+    """``forward(x)``; in reverse mode ``part``, and not ``x``, gets the gradient ``backward``."""
 
     @jax.custom_vjp
-    def fn(x: Any) -> Any:
-        return forward(x)[0]
+    def fn(x: Any, part: Any) -> Any:
+        del part
+        return forward(x)
 
-    fn.defvjp(forward, backward)
-    return fn
+    def fwd(x: Any, part: Any) -> tuple[Any, None]:
+        return fn(x, part), None
+
+    def bwd(_: None, cotangents: Any) -> tuple[None, Any]:
+        return None, backward(cotangents)
+
+    fn.defvjp(fwd, bwd)
+    return fn(jax.lax.stop_gradient(x), part)

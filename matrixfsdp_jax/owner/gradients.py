@@ -4,6 +4,7 @@ The gradient is that of the global mean: each device differentiates the all-redu
 reverse of the gathers (a sum over devices) delivers the mean gradient and not ``N`` times it.
 """
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,17 +43,17 @@ def local_value_and_grad(
     ``aux`` is this device's own.
     """
 
-    def objective(trainable: "OwnerParams") -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
-        out = loss_fn(layout.gather(trainable._replace(frozen=owned.frozen)))
+    def objective(parts: "OwnerParams") -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
+        out = loss_fn(layout.gather(owned, parts=parts))
         loss, aux = split_aux(out, has_aux)
-        mean, count = global_mean(loss, layout.owner_axis)
+        mean, count = global_mean(loss, layout.data_axis)
         dtype = jnp.result_type(loss[0] if isinstance(loss, tuple) else loss)
         if not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(f"the loss is {dtype} and has no gradient; return a real float")
         return mean, (count, aux)
 
     grad_fn = jax.value_and_grad(objective, has_aux=True)
-    (loss, (count, aux)), grads = grad_fn(layout.trainable(owned))
+    (loss, (count, aux)), grads = grad_fn(layout.parts(owned))
     return LocalResult(loss, count, aux, grads)
 
 
@@ -109,7 +110,7 @@ def value_and_grad(
     layout: "OwnerLayout", loss_fn: Callable[..., Any], has_aux: bool = False
 ) -> Callable[..., Any]:
     """See ``OwnerLayout.value_and_grad``."""
-    axis = layout.owner_axis
+    axis = layout.data_axis
 
     def local(owned: "OwnerParams", batch: PyTree, key: jax.Array | None) -> Any:
         keys = () if key is None else (local_key(key, axis),)
@@ -125,11 +126,10 @@ def value_and_grad(
                     "without it JAX makes the gradient of a mean over N devices N times too large"
                 )
             return local(owned, batch, key)
-        mapped = jax.shard_map(
+        mapped = layout.mapped(
             local,
-            mesh=layout.mesh,
-            in_specs=(layout.specs, batch_specs(layout, batch), P()),
-            out_specs=(P(), layout.trainable(layout.specs)),
+            (layout.specs, batch_specs(layout, batch), P()),
+            (P(), layout.update_specs),
         )
         return mapped(owned, shard_batch(layout, batch), key)
 
@@ -137,33 +137,35 @@ def value_and_grad(
 
 
 def batch_specs(layout: "OwnerLayout", batch: PyTree, parts: int = 1) -> PyTree:
-    """``PartitionSpec`` of every leaf of a global batch: split on dim 0 over the owner axis.
+    """``PartitionSpec`` of every leaf of a global batch: split on dim 0 over the data axes.
 
     Raises:
       ValueError: if a leaf does not divide into ``N * parts`` equal parts.
     """
+    devices = math.prod(layout.mesh.shape[a] for a in layout.data_axis)
+    entry = layout.data_axis if len(layout.data_axis) > 1 else layout.data_axis[0]
     processes = len({d.process_index for d in layout.mesh.devices.flat})
 
     def spec(keys: Any, leaf: Any) -> P:
         shape = jnp.shape(leaf)
-        pieces = layout.num_devices * parts
+        pieces = devices * parts
         if isinstance(leaf, np.ndarray):  # this process's own examples
             pieces //= processes
         if not shape or shape[0] % pieces or shape[0] == 0:
             size = shape[0] if shape else "no dim 0"
-            what = f"{layout.num_devices} devices" + (f" x {parts} micro-batches" * (parts > 1))
+            what = f"{devices} devices" + (f" x {parts} micro-batches" * (parts > 1))
             raise ValueError(
                 f"batch leaf {jax.tree_util.keystr(keys) or 'batch'} of shape {shape} has {size} "
                 f"examples, which do not divide over {what}; give a multiple of {pieces} "
                 "(drop or pad the last incomplete batch)"
             )
-        return P(layout.axis_entry, *[None] * (len(shape) - 1))
+        return P(entry, *[None] * (len(shape) - 1))
 
     return jax.tree_util.tree_map_with_path(spec, batch)
 
 
 def shard_batch(layout: "OwnerLayout", batch: PyTree) -> PyTree:
-    """Put a batch on the devices, split on dim 0 over the owner axis.
+    """Put a batch on the devices, split on dim 0 over the data axes (owners and replicas).
 
     Args:
       layout: from ``mfsdp.plan``.
@@ -171,7 +173,7 @@ def shard_batch(layout: "OwnerLayout", batch: PyTree) -> PyTree:
         whole global batch); jax arrays are global, and are moved if they lie otherwise.
 
     Returns:
-      Global arrays with sharding ``P(owner_axis, None, ...)``; also for traced values, since an
+      Global arrays with sharding ``P(data_axis, None, ...)``; also for traced values, since an
       Explicit mesh refuses a batch whose type is sharded otherwise.
 
     Raises:

@@ -4,6 +4,7 @@ Shape legend: ``N`` devices on the owner axis, ``W`` waves, ``dims`` the stored 
 (``m x n``) or tensor.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,15 +22,17 @@ from matrixfsdp_jax.layout import leaves as tree_leaves
 from matrixfsdp_jax.layout import picture, report
 from matrixfsdp_jax.layout.costs import Method
 from matrixfsdp_jax.layout.packing import build_leaf
-from matrixfsdp_jax.layout.planner import CAST_DTYPES, make_plan
+from matrixfsdp_jax.layout.planner import CAST_DTYPES, make_plan, share_waves
 from matrixfsdp_jax.layout.rules import route
 from matrixfsdp_jax.layout.sources import Axes, Source, settle, source
 from matrixfsdp_jax.layout.spec import Leaf, LeafPlan, Matrix, Plan
 from matrixfsdp_jax.owner import collectives, gradients, host
+from matrixfsdp_jax.owner import replicas as replica_parts
 
 PyTree = Any
 
 Storage = Literal["owner", "sharded"]
+Replicas = Literal["each", "shared"]
 _WIDE_DTYPES = ("float64", "int64", "uint64", "complex128")
 
 
@@ -56,6 +59,9 @@ class OwnerLayout:
       mesh: the device mesh.
       owner_axis: the mesh axes over which matrices are dealt out, in order.
       treedef: structure of the canonical tree.
+      replica_axis: the mesh axes over which owner params are replicated and the batch is split.
+      sharing: whether the replicas share the owners' work: each has the gradients and the state of
+        its own part of the waves, and parameters are gathered over ``replica_axis`` afterwards.
       storage: ``"owner"``, or ``"sharded"``: parameters keep the user's own sharding.
       source_axes: for ``"sharded"`` the mesh axes over which each dim of each leaf is sharded.
     """
@@ -64,6 +70,8 @@ class OwnerLayout:
     mesh: Mesh
     owner_axis: tuple[str, ...]
     treedef: Any
+    replica_axis: tuple[str, ...] = ()
+    sharing: bool = False
     storage: Storage = "owner"
     source_axes: tuple[tuple[Axes, ...], ...] = ()
 
@@ -96,6 +104,17 @@ class OwnerLayout:
     def num_devices(self) -> int:
         """``N``, the number of devices on the owner axis."""
         return self.plan.num_devices
+
+    @property
+    def data_axis(self) -> tuple[str, ...]:
+        """The mesh axes over which a batch is split, in the order of the mesh."""
+        used = self.owner_axis + self.replica_axis
+        return tuple(a for a in self.mesh.axis_names if a in used)
+
+    @property
+    def sharing_axis(self) -> tuple[str, ...]:
+        """The mesh axes whose devices share the waves; empty where every replica owns all."""
+        return self.replica_axis if self.sharing else ()
 
     @property
     def axis_entry(self) -> Any:
@@ -131,6 +150,28 @@ class OwnerLayout:
         return self._named(self.specs)
 
     @cached_property
+    def update_specs(self) -> OwnerParams:
+        """``PartitionSpec`` of every gradient and update; ``specs`` unless replicas share."""
+        waves = _entry(self.sharing_axis)
+        stacks = {
+            c.key: P(self.axis_entry, waves, *[None] * len(c.shape)) for c in self.plan.classes
+        }
+        rest = {lp.leaf.path: self._update_spec(lp) for lp in self._outside(True)}
+        return OwnerParams(stacks, rest, {})
+
+    @cached_property
+    def update_shardings(self) -> OwnerParams:
+        """``NamedSharding`` of every gradient and update."""
+        return self._named(self.update_specs)
+
+    def mapped(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """``jax.shard_map`` over the axes of this layout; others of the mesh are left to ``fn``."""
+        names = set(self.data_axis)
+        return jax.shard_map(
+            fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=names
+        )
+
+    @cached_property
     def abstract(self) -> OwnerParams:
         """The owner parameters as ``ShapeDtypeStruct`` with their shardings."""
         stacks = {c.key: (c.stack_shape, c.dtype) for c in self.plan.classes}
@@ -159,9 +200,10 @@ class OwnerLayout:
             for key in reversed(keys):
                 name = key.key if isinstance(key, jtu.DictKey) else None
                 if name in stacks and leaf.shape[:2] == stacks[name]:
-                    return P(self.axis_entry, *[None] * (leaf.ndim - 1))
+                    waves = _entry(self.sharing_axis)
+                    return P(self.axis_entry, waves, *[None] * (leaf.ndim - 2))
                 if name in rest and leaf.shape == rest[name].leaf.shape:
-                    return self._leaf_spec(rest[name])
+                    return self._update_spec(rest[name])
             return P(*[None] * leaf.ndim)
 
         return jtu.tree_map_with_path(spec, tree)
@@ -223,18 +265,30 @@ class OwnerLayout:
         return owned._replace(frozen={})
 
     def apply_updates(self, owned: OwnerParams, updates: OwnerParams) -> OwnerParams:
-        """``optax.apply_updates`` that leaves frozen leaves as they are."""
-        new: OwnerParams = optax.apply_updates(self.trainable(owned), self.trainable(updates))
-        return new._replace(frozen=owned.frozen)
+        """``optax.apply_updates`` that leaves frozen leaves as they are.
+
+        Works on global arrays and inside ``shard_map``.
+
+        Collectives: none; where replicas share the work one all-gather of the new parameters over
+        ``replica_axis`` per class and sharded rest leaf.
+        """
+        if not self.sharing:
+            new: OwnerParams = optax.apply_updates(self.trainable(owned), self.trainable(updates))
+            return new._replace(frozen=owned.frozen)
+        return replica_parts.apply_shared(self, owned, updates)
 
     # ---- inside the model ----------------------------------------------------------------------
 
-    def gather(self, owned: OwnerParams, dtype: Any = None) -> PyTree:
+    def gather(
+        self, owned: OwnerParams, dtype: Any = None, parts: OwnerParams | None = None
+    ) -> PyTree:
         """Whole canonical parameters on every device, inside ``shard_map`` over the owner axis.
 
         Args:
           owned: local owner parameters (stacks ``[1, W, *dims]``).
           dtype: dtype of the floating leaves; default the plan's ``gather_dtype``, else their own.
+          parts: ``layout.parts(owned)``, which then gets the gradient in place of ``owned``: where
+            replicas share the work, that is this device's part alone.
 
         Returns:
           The canonical tree, each matrix in its own orientation and shape. Boxes of linen
@@ -245,9 +299,9 @@ class OwnerLayout:
         replicated rest.
         """
         self._require_owner_storage()
-        if not collectives.manual_over(self.owner_axis):
+        if not collectives.manual_over(self.data_axis):
             raise ValueError(
-                f"layout.gather moves data over the mesh axes {self.owner_axis} and so runs "
+                f"layout.gather moves data over the mesh axes {self.data_axis} and so runs "
                 "inside jax.shard_map over them; use layout.value_and_grad or mfsdp.train_step, "
                 "or layout.unshard for the canonical parameters outside"
             )
@@ -259,11 +313,12 @@ class OwnerLayout:
             waves = {}
             for c in self.plan.classes:
                 with jax.named_scope(c.key):
-                    waves[c.key] = collectives.gather_waves(
-                        owned.stacks[c.key], self.owner_axis, **self._wire_dtypes(c.dtype, dtype)
-                    )
-            outside = self._gather_outside(owned.rest, True, dtype)
-            outside |= self._gather_outside(owned.frozen, False, dtype)
+                    part = (owned if parts is None else parts).stacks[c.key]
+                    wire = self._wire(c.dtype, dtype, sharing=parts is not None and self.sharing)
+                    waves[c.key] = collectives.gather_waves(owned.stacks[c.key], wire, part)
+            rest = (owned if parts is None else parts).rest
+            outside = self._gather_outside(owned.rest, rest, True, dtype)
+            outside |= self._gather_outside(owned.frozen, owned.frozen, False, dtype)
         full = [
             outside[lp.leaf.path]
             if lp.leaf.path in outside
@@ -278,6 +333,14 @@ class OwnerLayout:
         ]
         tree = jtu.tree_unflatten(self.treedef, full)
         return meta.map_axis_meta(lambda box: jtu.tree_leaves(box)[0], tree)
+
+    def parts(self, owned: OwnerParams) -> OwnerParams:
+        """What the optimizer of this device updates of its local owner params.
+
+        All that is trainable; where replicas share the work its own waves and its own part of
+        sharded rest leaves. Inside ``shard_map`` over ``data_axis``.
+        """
+        return replica_parts.parts(self, self.trainable(owned))
 
     def value_and_grad(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable:
         """The mean loss over all devices and its gradient, reduced to the owners.
@@ -326,10 +389,21 @@ class OwnerLayout:
         ]
 
     def _leaf_spec(self, lp: LeafPlan) -> P:
-        return self._dim_spec(len(lp.leaf.shape), lp.shard_dim)
+        dims = range(len(lp.leaf.shape))
+        return P(*[self.axis_entry if d == lp.shard_dim else None for d in dims])
 
-    def _dim_spec(self, ndim: int, dim: int | None) -> P:
-        return P(*[self.axis_entry if i == dim else None for i in range(ndim)])
+    def _update_spec(self, lp: LeafPlan) -> P:
+        if not self.shares_leaf(lp):
+            return self._leaf_spec(lp)
+        entry = _entry(self.owner_axis + self.sharing_axis)
+        return P(*[entry if d == lp.shard_dim else None for d in range(len(lp.leaf.shape))])
+
+    def shares_leaf(self, lp: LeafPlan) -> bool:
+        """Whether each replica updates its own part of a rest leaf (else each the whole)."""
+        if not self.sharing or lp.shard_dim is None:
+            return False
+        replicas = math.prod(self.mesh.shape[a] for a in self.sharing_axis)
+        return lp.leaf.shape[lp.shard_dim] % (self.num_devices * replicas) == 0
 
     def _named(self, specs: PyTree) -> PyTree:
         return jax.tree.map(
@@ -339,14 +413,18 @@ class OwnerLayout:
     def _abstract_state(self, tx: optax.GradientTransformation) -> PyTree:
         return jax.eval_shape(tx.init, self.trainable(self.abstract))
 
-    def _wire_dtypes(self, own: str, dtype: Any) -> dict[str, Any]:
-        """In what a leaf travels forward (``dtype`` where it is cast) and its gradient back."""
+    def _wire(self, own: str, dtype: Any, *, sharing: bool) -> collectives.Wire:
+        """How a leaf travels forward (in ``dtype`` where it is cast) and its gradient back."""
         plan = replace(self.plan, gather_dtype=dtype) if dtype else self.plan
-        gather_dtype, reduce_dtype = plan.wire_dtypes(own)
-        return {"gather_dtype": gather_dtype, "reduce_dtype": reduce_dtype}
+        dtypes = plan.wire_dtypes(own)
+        return collectives.Wire(self.owner_axis, *dtypes, self.replica_axis, sharing)
 
     def _gather_outside(
-        self, values: dict[str, jax.Array], trainable: bool, dtype: Any
+        self,
+        values: dict[str, jax.Array],
+        parts: dict[str, jax.Array],
+        trainable: bool,
+        dtype: Any,
     ) -> dict[str, jax.Array]:
         whole: dict[str, jax.Array] = {}
         replicated: list[LeafPlan] = []
@@ -354,20 +432,18 @@ class OwnerLayout:
             if lp.shard_dim is None:
                 replicated.append(lp)
                 continue
-            with jax.named_scope(lp.leaf.path):
-                whole[lp.leaf.path] = collectives.gather_dim(
-                    values[lp.leaf.path],
-                    lp.shard_dim,
-                    self.owner_axis,
-                    **self._wire_dtypes(lp.leaf.dtype, dtype),
-                )
+            path, part = lp.leaf.path, parts[lp.leaf.path]
+            sharing = part is not values[path] and self.shares_leaf(lp)
+            with jax.named_scope(path):
+                wire = self._wire(lp.leaf.dtype, dtype, sharing=sharing)
+                whole[path] = collectives.gather_dim(values[path], lp.shard_dim, wire, part)
         paths = [lp.leaf.path for lp in replicated]
-        wire = [self._wire_dtypes(lp.leaf.dtype, dtype) for lp in replicated]
+        wires = [self._wire(lp.leaf.dtype, dtype, sharing=False) for lp in replicated]
         shared = collectives.share(
-            [values[p] for p in paths],
-            self.owner_axis,
-            gather_dtypes=[w["gather_dtype"] for w in wire],
-            reduce_dtypes=[w["reduce_dtype"] for w in wire],
+            [parts[p] for p in paths],
+            self.data_axis,
+            gather_dtypes=[w.gather_dtype for w in wires],
+            reduce_dtypes=[w.reduce_dtype for w in wires],
         )
         return whole | dict(zip(paths, shared, strict=True))
 
@@ -434,6 +510,9 @@ def plan(
     mesh: Mesh,
     *,
     owner_axis: str | Sequence[str] | None = None,
+    replica_axis: str | Sequence[str] | None = None,
+    replicas: Replicas | Literal["auto"] = "auto",
+    dealing: Literal["slots", "lpt", "auto"] = "slots",
     optimizer: str | Method = "muon",
     rules: Any = None,
     order: Sequence[str] | Callable[[str], Any] | None = None,
@@ -452,6 +531,19 @@ def plan(
       mesh: from ``jax.make_mesh``; Auto and Explicit axes both work.
       owner_axis: the mesh axis (or axes) over which matrices are dealt out. None: ``"fsdp"`` for
         owner storage, every axis of the mesh for sharded storage.
+      replica_axis: for owner storage, the other axes over which the batch is split (HSDP). ``()``:
+        none; then what runs inside the model may use the other axes (tensor parallelism), and all
+        else is the same on each of their devices. May be left out where every other axis of the
+        mesh has size 1. Sharded storage does the same work again on every axis that is no owner
+        axis.
+      replicas: ``"each"``: every replica owns all matrices; gradients are summed over the replicas
+        and the step sends nothing. ``"shared"``: one global owner; the replicas share gradients,
+        state and work, and gather the new parameters (``layout.apply_updates``). ``"auto"``:
+        ``"shared"`` unless that would make more than a quarter of the slots pads.
+      dealing: ``"slots"``: every device has the same number of slots of a class, and works on all.
+        ``"lpt"``: the costliest matrices first, each to the device with the least work; devices
+        then branch over the few sets of matrices that they have, and stacks may hold more pads.
+        ``"auto"``: that where it takes more than 5% off the busiest device.
       optimizer: what a slot costs in the report, and which orders are stacked: ``"muon"``,
         ``"normuon"``, ``"adamuon"``, ``"adamw"`` and ``"sgd"`` take matrices, ``"shampoo"`` and
         ``"soap"`` tensors of order 0 to 4; or a ``layout.costs.Method``. Shampoo and SOAP with
@@ -491,7 +583,9 @@ def plan(
     """
     if storage not in get_args(Storage):
         raise ValueError(f"storage={storage!r} must be one of {get_args(Storage)}")
-    axes = _checked_axes(mesh, owner_axis, storage)
+    if replicas not in ("auto", *get_args(Replicas)):
+        raise ValueError(f"replicas={replicas!r} must be 'auto' or one of {get_args(Replicas)}")
+    axes, others = _checked_axes(mesh, owner_axis, replica_axis, storage)
     num_devices = 1
     for axis in axes:
         num_devices *= mesh.shape[axis]
@@ -501,12 +595,16 @@ def plan(
         routed,
         num_devices,
         optimizer=optimizer,
+        dealing=dealing,
         ns_steps=ns_steps,
         order=order,
         gather_dtype=None if gather_dtype is None else _dtype_name("gather_dtype", gather_dtype),
         reduce_dtype=None if reduce_dtype is None else _dtype_name("reduce_dtype", reduce_dtype),
         rest_shard_min_size=rest_shard_min_size,
     )
+    sharing = False
+    if others:
+        bound, sharing = share_waves(bound, math.prod(mesh.shape[a] for a in others), replicas)
     axes_of: tuple[tuple[Axes, ...], ...] = ()
     if storage == "sharded":
         paths, values, _ = tree_leaves.flatten(params)
@@ -515,7 +613,8 @@ def plan(
             _source_axes(lp.leaf, by_path[lp.leaf.path], mesh, axes) for lp in bound.leaves
         )
         bound = settle(bound, _matrix_sources(bound, axes_of), axes, dict(mesh.shape))
-    return OwnerLayout(bound, mesh, axes, jax.tree.structure(params), storage, axes_of)
+    treedef = jax.tree.structure(params)
+    return OwnerLayout(bound, mesh, axes, treedef, others, sharing, storage, axes_of)
 
 
 def _source_axes(leaf: Leaf, value: Any, mesh: Mesh, owner_axis: Axes) -> tuple[Axes, ...]:
@@ -556,8 +655,12 @@ def _entry(axes: Axes) -> Any:
 
 
 def _checked_axes(
-    mesh: Mesh, owner_axis: str | Sequence[str] | None, storage: Storage
-) -> tuple[str, ...]:
+    mesh: Mesh,
+    owner_axis: str | Sequence[str] | None,
+    replica_axis: str | Sequence[str] | None,
+    storage: Storage,
+) -> tuple[Axes, Axes]:
+    """The owner axes and the replica axes (those of size above 1)."""
     if not isinstance(mesh, Mesh):
         raise TypeError(
             f"mesh is a {type(mesh).__name__}; give a jax.sharding.Mesh, for example "
@@ -566,20 +669,28 @@ def _checked_axes(
     if owner_axis is None:
         owner_axis = "fsdp" if storage == "owner" else mesh.axis_names
     axes = (owner_axis,) if isinstance(owner_axis, str) else tuple(owner_axis)
+    others = (replica_axis,) if isinstance(replica_axis, str) else tuple(replica_axis or ())
     sizes = dict(mesh.shape)
-    unknown = [a for a in axes if a not in sizes]
-    if not axes or unknown or len(set(axes)) != len(axes):
+    unknown = [a for a in axes + others if a not in sizes]
+    if not axes or unknown or len(set(axes + others)) != len(axes + others):
         raise ValueError(
-            f"owner_axis={owner_axis!r} does not name axes of the mesh, which has {sizes}; "
-            "give one of them, or several as a tuple"
+            f"owner_axis={owner_axis!r} and replica_axis={replica_axis!r} do not name different "
+            f"axes of the mesh, which has {sizes}; give some of them, each once"
         )
-    left = {a: s for a, s in sizes.items() if a not in axes and s > 1}
-    if left and storage == "owner":
+    left = {a: s for a, s in sizes.items() if a not in axes + others and s > 1}
+    if left and storage == "owner" and replica_axis is None:
         raise ValueError(
-            f"mesh axes {left} are not owner axes, and owner storage does not replicate over "
-            f"them; deal the matrices out over all: owner_axis={tuple(sizes)!r}"
+            f"mesh axes {left} are not owner axes {axes}. Say what they are: "
+            f"replica_axis={tuple(left)!r} to split the batch over them as well (HSDP), "
+            f"owner_axis={tuple(a for a in sizes if a in axes or a in left)!r} to deal matrices "
+            "out over all, or replica_axis=() to leave them to the model"
         )
-    return axes
+    if others and storage == "sharded":
+        raise ValueError(
+            f"replica_axis={replica_axis!r} is for owner storage; with sharded storage the loop is "
+            "your own, and axes that are no owner axes need not be named"
+        )
+    return axes, tuple(a for a in others if sizes[a] > 1)
 
 
 def _same_structure(a: PyTree, b: PyTree) -> bool:

@@ -40,7 +40,7 @@ def on_present_stacks(
     """A stack transform that leaves slots alone where ``present`` (a dict of tables) is false."""
 
     def choose(present: Any, updates: PyTree) -> tuple[Test, Choice]:
-        flags = {key: local(table) for key, table in present.items()}
+        flags = {key: local(key, table) for key, table in present.items()}
 
         def per_class(x: Any) -> bool:
             return isinstance(x, dict) and set(x) == set(updates)

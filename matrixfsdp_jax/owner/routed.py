@@ -14,6 +14,7 @@ from matrixfsdp_jax.layout.spec import Leaf, LeafRoute, Matrix, Plan, ShapeClass
 from matrixfsdp_jax.owner.canonical import is_placeholder
 from matrixfsdp_jax.owner.collectives import manual_over
 from matrixfsdp_jax.owner.params import OwnerLayout, OwnerParams
+from matrixfsdp_jax.owner.replicas import as_updates
 
 PyTree = Any
 Routes = dict[str, tuple[Leaf, LeafRoute]]
@@ -68,6 +69,7 @@ def route_owned(
         check_owned(layout, updates)
         stacks, rest_params = (None, None)
         if params is not None:
+            params = as_updates(layout, params)
             check_owned(layout, params)
             stacks, rest_params = params.stacks, params.rest
         new_stacks, m_state = matrix.update(updates.stacks, state.matrix, stacks, **extra)
@@ -90,20 +92,22 @@ def check_owned(layout: OwnerLayout, owned: Any) -> None:
             "mfsdp.train_step, or hold the owner params in a flax TrainState; nnx.Optimizer "
             "holds a model's own tree, for which use the optimizer without a layout"
         )
-    expected = layout.specs
-    if set(owned.stacks) != set(expected.stacks) or set(owned.rest) != set(expected.rest):
+    planned = layout.specs
+    if set(owned.stacks) != set(planned.stacks) or set(owned.rest) != set(planned.rest):
         raise ValueError(
             f"owner params with stacks {sorted(owned.stacks)} and {len(owned.rest)} rest leaves "
-            f"are not those of {layout!r}, with {sorted(expected.stacks)} and "
-            f"{len(expected.rest)}; use the layout that sharded them"
+            f"are not those of {layout!r}, with {sorted(planned.stacks)} and "
+            f"{len(planned.rest)}; use the layout that sharded them"
         )
-    devices = 1 if manual_over(layout.owner_axis) else layout.num_devices
+    local = manual_over(layout.owner_axis + layout.sharing_axis)
     for c in layout.plan.classes:
         shape = getattr(owned.stacks[c.key], "shape", None)  # None where optax masked it out
-        if shape not in (None, (devices, *c.stack_shape[1:])):
+        sharding = layout.update_shardings.stacks[c.key]
+        expected = sharding.shard_shape(c.stack_shape) if local else c.stack_shape
+        if shape not in (None, expected):
             raise ValueError(
                 f"stack {c.key!r} has shape {shape}, but this optimizer was built with {layout!r} "
-                f"and expects {(devices, *c.stack_shape[1:])}; use the layout that sharded it"
+                f"and expects {expected}; use the layout that sharded it"
             )
 
 

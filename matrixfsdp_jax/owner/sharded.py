@@ -4,8 +4,8 @@ Any ``NamedSharding`` over the owner axes is taken: rows, columns, both at once 
 parallel), replicated over some axes (HSDP) or all, whole matrices spread over an axis (experts).
 With ``C`` the owner axes that cut a matrix, its shards are packed flat in the order of the slots
 and sent by one all-to-all over ``C``; wide and tall, row- and column-sharded matrices of a class
-share it. The updates return the same way, and over the owner axes on which the leaf is replicated by an
-all-gather. Matrices that are spread over an axis are owned where they lie.
+share it. The updates return the same way, and over the owner axes on which the leaf is replicated
+by an all-gather. Matrices that are spread over an axis are owned where they lie.
 
 Shape legend: ``N`` devices on the owner axes, ``W`` waves, ``dims`` the stored shape of a class,
 ``C`` also the number of devices on those axes, ``F = prod(dims) / C`` elements of a shard.
@@ -167,8 +167,6 @@ class _Moves:
                 mesh=self._layout.mesh,
                 in_specs=(self._layout.specs.stacks,),
                 out_specs=specs,
-                # What was gathered is the same on all devices, but JAX does not know it.
-                check_vma=not any(self._replicas(piece) for own in self._pieces for piece in own),
             )(stacks)
         sources = [self._layout.sources[path] for path in paths]
         new = [
@@ -207,7 +205,7 @@ class _Moves:
     def _replicas(self, piece: _Piece) -> Axes:
         """The owner axes on which every device has what its neighbours have."""
         used = (*self._exchanged(piece), *piece.spread)
-        return tuple(a for a in self._axis if a not in used and self._sizes[a] > 1)
+        return tuple(a for a in self._axis if a not in used)
 
     def _count(self, axes: Axes) -> int:
         return math.prod(self._sizes[a] for a in axes)

@@ -1,12 +1,12 @@
 """The single place that lifts a transform onto devices.
 
 A *stack transform* is an optax transformation over ``{class key: [N, W, *dims]}``, written with no
-mesh in mind. It is given as ``make(local)``: ``local(table)`` is the part of a constant
-``[N, W]`` table (one number per slot) that belongs to the stacks at hand.
+mesh in mind. It is given as ``make(local)``: ``local(key, table)`` is the part of
+a constant ``[N, W, ...]`` table of a class (one entry per slot) that belongs to the stacks at hand.
 """
 
+import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from matrixfsdp_jax.layout.leaves import is_masked
-from matrixfsdp_jax.owner import collectives
+from matrixfsdp_jax.owner import collectives, replicas
+from matrixfsdp_jax.owner.branches import by_composition
 from matrixfsdp_jax.owner.params import OwnerLayout, OwnerParams
 
 PyTree = Any
-Local = Callable[[Any], jax.Array]
+Local = Callable[[str, Any], jax.Array]
 MakeStackTransform = Callable[..., optax.GradientTransformation]
 
 
@@ -36,37 +36,41 @@ def on_owners(
 
     Collectives: none but those of the transform itself.
     """
-    axis = layout.owner_axis
+    make = by_composition(make, layout.plan)
+    axis, manual_axis = layout.owner_axis, layout.owner_axis + layout.sharing_axis
     arrays = {k: v for k, v in hyperparams.items() if isinstance(v, jax.Array)}
     fixed = {k: v for k, v in hyperparams.items() if k not in arrays}
 
     def build(arrays: dict[str, jax.Array]) -> optax.GradientTransformationExtraArgs:
-        local = partial(collectives.local_slots, axis=axis)
+        def local(key: str, table: Any) -> jax.Array:
+            del key
+            return collectives.local_slots(table, axis, layout.sharing_axis)
+
         return optax.with_extra_args_support(make(local, **fixed, **arrays))
 
     def lift(fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        if collectives.manual_over(axis):
+        if collectives.manual_over(manual_axis):
             return fn
         return jax.shard_map(fn, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs)
 
     def placed(stacks: PyTree) -> PyTree:
         # Explicit meshes take only what is sharded: not bare shapes (jax.eval_shape), nor the zeros
         # of a skipped step (optax.apply_if_finite).
-        if collectives.manual_over(axis):
+        if collectives.manual_over(manual_axis):
             return stacks
-        return jax.device_put(stacks, layout.shardings.stacks)
+        return jax.device_put(stacks, layout.update_shardings.stacks)
 
     def init(stacks: PyTree) -> PyTree:
         stacks = placed(stacks)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), stacks)
         specs = layout.tree_specs(jax.eval_shape(build(arrays).init, shapes))
-        lifted = lift(lambda s, a: build(a).init(s), (layout.specs.stacks, P()), specs)
+        lifted = lift(lambda s, a: build(a).init(s), (layout.update_specs.stacks, P()), specs)
         return lifted(stacks, arrays)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:
-        specs, state_specs = layout.specs.stacks, layout.tree_specs(state)
+        specs, state_specs = layout.update_specs.stacks, layout.tree_specs(state)
         updates = placed(updates)
 
         def run(
@@ -109,27 +113,27 @@ def _total(
     measure: Callable[[jax.Array], jax.Array], tree: OwnerParams, layout: OwnerLayout
 ) -> jax.Array:
     """The sum of ``measure`` of every leaf over all devices, replicated leaves counted once."""
-    axis = layout.owner_axis
-    tree = layout.trainable(tree)
-    specs = _where_masked(tree, layout.trainable(layout.specs))
+    axis = layout.owner_axis + layout.sharing_axis
+    tree = replicas.as_updates(layout, layout.trainable(tree))
+    specs = replicas.like_masked(tree, layout.update_specs)
+
+    def repeats(spec: P) -> int:
+        """The number of devices that have the same part of a leaf; 0 if all have."""
+        cut = {a for entry in spec for a in (entry if isinstance(entry, tuple) else (entry,)) if a}
+        return math.prod(layout.mesh.shape[a] for a in axis if a not in cut) if cut else 0
 
     def total(tree: OwnerParams) -> jax.Array:
-        flat = jax.tree.leaves(tree)
         flat_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
+        pairs = [(x, repeats(s)) for x, s in zip(jax.tree.leaves(tree), flat_specs, strict=True)]
         zero = jnp.zeros((), jnp.float32)
-        split = sum((measure(x) for x, s in zip(flat, flat_specs, strict=True) if any(s)), zero)
-        whole = sum((measure(x) for x, s in zip(flat, flat_specs, strict=True) if not any(s)), zero)
+        split = sum((measure(x) / times for x, times in pairs if times), zero)
+        whole = sum((measure(x) for x, times in pairs if not times), zero)
         return collectives.sum_over(split, axis) + whole
 
     if collectives.manual_over(axis):
         return total(tree)
-    tree = jax.device_put(tree, _where_masked(tree, layout.trainable(layout.shardings)))
+    tree = jax.device_put(tree, replicas.like_masked(tree, layout.update_shardings))
     return jax.shard_map(total, mesh=layout.mesh, in_specs=(specs,), out_specs=P())(tree)
-
-
-def _where_masked(tree: PyTree, other: PyTree) -> PyTree:
-    """``other`` with the leaves hidden that ``optax.masked`` has hidden in ``tree``."""
-    return jax.tree.map(lambda x, o: x if is_masked(x) else o, tree, other, is_leaf=is_masked)
 
 
 def _sum_squares(x: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ import torch
 
 from matrixfsdp_jax.layout.blocks import Shape
 from matrixfsdp_jax.layout.leaves import states_of
+from matrixfsdp_jax.owner.canonical import all_slots
 from matrixfsdp_jax.owner.present import on_present_stacks
 from matrixfsdp_jax.torch_compat import crossing
 from matrixfsdp_jax.torch_compat.blocks import Block
@@ -180,7 +181,7 @@ class Engine:
                 given = {name: {shape: x[0]} for name, x in own["scales"].items()}
                 more = {**numbers, "scales": given} if given else numbers
                 make = self._make({key: self.stacks[key][:1]}, **more)
-                tx = on_present_stacks(make, jnp.asarray)
+                tx = on_present_stacks(make, all_slots)
                 present = None if own["present"] is None else {key: own["present"]}
                 update, state = tx.update(
                     {key: own["grads"]}, state, {key: own["params"]}, present=present

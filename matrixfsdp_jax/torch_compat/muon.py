@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import torch
 
+from matrixfsdp_jax.owner.canonical import all_slots
 from matrixfsdp_jax.torch_compat import crossing, state_layout
 from matrixfsdp_jax.torch_compat.base import Group, JaxOptimizer, Pending
 from matrixfsdp_jax.torch_compat.blocks import Block, Views, cut
@@ -179,7 +180,7 @@ def _transform(options: Options, stacks: Stacks) -> optax.GradientTransformation
             eps=options["eps"],
             ns_dtype=jnp.bfloat16,
         ),
-        decay_stacks(options["weight_decay"], decays, jnp.asarray),
-        scale_stacks(factors, jnp.asarray),
+        decay_stacks(options["weight_decay"], decays, all_slots),
+        scale_stacks(factors, all_slots),
         optax.scale_by_learning_rate(options["lr"]),
     )

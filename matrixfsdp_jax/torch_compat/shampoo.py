@@ -17,6 +17,7 @@ import torch
 from matrixfsdp_jax.assembly import Core
 from matrixfsdp_jax.layout.blocks import Shape
 from matrixfsdp_jax.layout.leaves import states_of
+from matrixfsdp_jax.owner.canonical import all_slots
 from matrixfsdp_jax.torch_compat import crossing, ddp, records, state_layout
 from matrixfsdp_jax.torch_compat.base import Group, JaxOptimizer, Pending
 from matrixfsdp_jax.torch_compat.blocks import Views, cut
@@ -369,11 +370,11 @@ class ShampooGroup(Group):
         """The gradients that would be preconditioned in the next step."""
         dims, phases, kept = self._tables(self.engine.stacks)
         if core.weight_decay_type == "l2" and core.weight_decay:
-            decayed = decay_stacks(core.weight_decay, kept, jnp.asarray)
+            decayed = decay_stacks(core.weight_decay, kept, all_slots)
             grads, _ = decayed.update(grads, decayed.init(params), params)
         plain = replace(core.options, preconditioner=SGDGrafting(), grafting=None)
         (own,) = states_of(ShampooState, state)
-        return precondition_stacks(dims, phases, jnp.asarray, plain).update(grads, own)[0]
+        return precondition_stacks(dims, phases, all_slots, plain).update(grads, own)[0]
 
     @staticmethod
     def _tables(stacks: Stacks) -> tuple[dict[str, Shape], dict[str, list[np.ndarray]], Tables]:
@@ -399,8 +400,8 @@ class ShampooGroup(Group):
             numbers.setdefault("weight_decay", 1.0)
             own = replace(core, options=replace(core.options, **kinds), **numbers)
             dims, phases, kept = self._tables(stacks)
-            direction = precondition_stacks(dims, phases, jnp.asarray, own.options)
-            tx = own.on_stacks(direction, kept, jnp.asarray)
+            direction = precondition_stacks(dims, phases, all_slots, own.options)
+            tx = own.on_stacks(direction, kept, all_slots)
             return _aliased(tx, own.options, dims) if self._aliasing else tx
 
         return make

@@ -116,12 +116,12 @@ def clip_stacks(tables: HeadTables, local: Local) -> optax.GradientTransformatio
         updates: PyTree, state: PyTree, params: PyTree = None, *, gammas: jax.Array, **_: Any
     ) -> tuple[PyTree, PyTree]:
         new = dict(updates)
-        for key, index in tables.gamma.items():
-            stack = updates[key]
-            if is_masked(stack):
+        for key, stack in updates.items():
+            if is_masked(stack) or key not in tables.gamma:
                 continue
-            factor = gammas[local(index)] ** local(tables.exponent[key]).astype(jnp.float32)
-            rows = local(tables.row_outputs[key]) > 0
+            exponent = local(key, tables.exponent[key]).astype(jnp.float32)
+            factor = gammas[local(key, tables.gamma[key])] ** exponent
+            rows = local(key, tables.row_outputs[key]) > 0
             new[key] = rescaled(stack, params[key], along_outputs(factor, stack.shape, rows))
         return new, state
 

@@ -1,7 +1,7 @@
-"""When which unit is decomposed again: static tables on the host, one dynamic loop per group.
+"""When which unit is decomposed again: a phase for each unit, one dynamic loop per group.
 
 A unit is one block of one slot. Shape legend: ``N`` devices, ``W`` waves, ``B`` blocks of a slot,
-``U = W B`` units of a device in a group, ``F`` phases.
+``F`` phases.
 """
 
 from collections.abc import Callable
@@ -10,10 +10,8 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from matrixfsdp_jax.layout.costs import MAX_FREQUENCY, check_frequency
-from matrixfsdp_jax.transforms.stacks import Local
 
 PyTree = Any
 MAX_STEP = 2**31 - 1
@@ -52,34 +50,23 @@ class Schedule:
         """``F``."""
         return self.frequency if self.stagger else 1
 
-    def due(self, step: jax.Array, offsets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The range ``[low, high)`` of the units due, by ``offsets`` ``[F + 1]`` of the phases."""
+    def due(
+        self, step: jax.Array, before: Callable[[Any], jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        """The range ``[low, high)`` of the units due, of units in the order of their phases.
+
+        ``before(phase)`` is the number of units of earlier phases.
+        """
         turn = step % self.frequency
         if self.stagger:
             everything = (step == self.start) & (self.first == "all")
-            low, high = offsets[turn], offsets[turn + 1]
+            low, high = before(turn), before(turn + 1)
         else:
             everything = (step == self.start) | (turn == 0)
-            low = high = offsets[0]
-        low = jnp.where(everything, offsets[0], low)
-        high = jnp.where(everything, offsets[-1], high)
+            low = high = before(0)
+        low = jnp.where(everything, before(0), low)
+        high = jnp.where(everything, before(self.num_phases), high)
         return low, jnp.where(step >= self.start, high, low)
-
-
-@dataclass(frozen=True)
-class UnitTables:
-    """Of one group: ``units`` ``[N, U]`` by phase, pads last; ``offsets`` ``[N, F + 1]``."""
-
-    units: np.ndarray
-    offsets: np.ndarray
-
-
-def unit_table(phases: np.ndarray, num_phases: int) -> UnitTables:
-    """The table of a group from the phase of every block ``[N, W, B]``; ``F`` or more in pads."""
-    flat = phases.reshape(phases.shape[0], -1)
-    offsets = [[np.sum(row < f) for f in range(num_phases + 1)] for row in flat]
-    order = np.argsort(flat, axis=1, kind="stable")
-    return UnitTables(order.astype(np.int32), np.array(offsets, np.int32))
 
 
 def refresh_units(
@@ -87,10 +74,9 @@ def refresh_units(
     state: PyTree,
     failures: jax.Array,
     nonfinite: jax.Array,
-    tables: UnitTables,
+    phases: jax.Array,
     schedule: Schedule,
     step: jax.Array,
-    local: Local,
 ) -> tuple[PyTree, jax.Array, jax.Array]:
     """Refresh the units that are due, one after the other.
 
@@ -99,19 +85,19 @@ def refresh_units(
       state: a NamedTuple of arrays (or tuples of them) ``[1, W, B, ...]``.
       failures: ``[1, W, B]``, consecutive refreshes that failed.
       nonfinite: ``[1, W, B]``, refreshes so far of a factor that was not finite.
-      tables: which units, in what order.
+      phases: ``[1, W, B]``, in which step of a period each unit is due; ``F`` or more in pads.
       schedule: when.
       step: number of this update, from 1.
-      local: the part of a table that belongs to the stacks at hand.
     """
     lead = failures.shape
 
     def flat(x: jax.Array) -> jax.Array:
         return x.reshape(-1, *x.shape[len(lead) :])
 
-    units, offsets = local(tables.units)[0], local(tables.offsets)[0]
+    phase = flat(phases)
+    units = jnp.argsort(phase, stable=True)
     old = jax.tree.map(flat, state)
-    low, high = schedule.due(step, offsets)
+    low, high = schedule.due(step, lambda p: jnp.sum(phase < p))
     # Only what a refresh replaces is carried; a probe tells which.
     leaves, treedef = jax.tree.flatten(old)
     kept = _untouched(refresh, old)

@@ -8,8 +8,9 @@ Shampoo Optimizer for Training Neural Networks At-Scale", arXiv 2309.06497, 2023
 Shape legend: ``W`` waves, ``B`` blocks of one shape per tensor.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ from matrixfsdp_jax.linalg.roots import PseudoInverse
 from matrixfsdp_jax.transforms.blocking import Blocking
 from matrixfsdp_jax.transforms.checks import check_number
 from matrixfsdp_jax.transforms.preconditioners import Context
-from matrixfsdp_jax.transforms.refresh import Schedule, UnitTables, refresh_units, unit_table
+from matrixfsdp_jax.transforms.refresh import Schedule, refresh_units
 from matrixfsdp_jax.transforms.stacks import Local, wide
 
 PyTree = Any
@@ -140,10 +141,6 @@ def precondition_stacks(
     Collectives: none. A zero slot (a pad) gives exactly zero and is never decomposed.
     """
     blockings = {key: options.blocking(shape) for key, shape in dims.items()}
-    tables = {
-        key: tuple(unit_table(table, options.schedule.num_phases) for table in own)
-        for key, own in phases.items()
-    }
 
     def init(stacks: PyTree) -> ShampooState:
         parts = {key: _init_class(blockings[key], x, options) for key, x in stacks.items()}
@@ -162,7 +159,7 @@ def precondition_stacks(
                 continue
             with jax.named_scope(f"shampoo/{key}"):
                 new[key], parts[key] = _update_class(
-                    blockings[key], stack, old, tables[key], step, local, options
+                    blockings[key], stack, old, phases[key], step, partial(local, key), options
                 )
         return new, ShampooState(step, *_transposed(parts))
 
@@ -212,9 +209,9 @@ def _update_class(
     blocking: Blocking,
     stack: jax.Array,
     state: _ClassState,
-    tables: tuple[UnitTables, ...],
+    phases: Sequence[np.ndarray],
     step: jax.Array,
-    local: Local,
+    local: Callable[[np.ndarray], jax.Array],
     options: ShampooOptions,
 ) -> tuple[jax.Array, _ClassState]:
     parts, groups = [], []
@@ -224,7 +221,7 @@ def _update_class(
         order = len(group.shape)
         ctx = Context(order, step, beta2, options.epsilon, options.use_bias_correction)
         own = _ClassState(*(field[i] for field in state))
-        out, own = _update_group(g, own, tables[i], ctx, local, options)
+        out, own = _update_group(g, own, local(phases[i]), ctx, options)
         parts.append(out)
         groups.append(own)
     return blocking.join(parts), _by_field(groups)
@@ -233,9 +230,8 @@ def _update_class(
 def _update_group(
     g: jax.Array,
     state: Any,
-    tables: UnitTables,
+    phases: jax.Array,
     ctx: Context,
-    local: Local,
     options: ShampooOptions,
 ) -> tuple[jax.Array, Any]:
     method, graft = options.preconditioner, options.grafting
@@ -248,10 +244,9 @@ def _update_group(
             own,
             failures,
             nonfinite,
-            tables,
+            phases,
             options.schedule,
             ctx.step,
-            local,
         )
     if options.skip_first:  # moments begin with the second gradient
         ctx = ctx._replace(step=jnp.maximum(ctx.step - 1, 1))

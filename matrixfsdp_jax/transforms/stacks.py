@@ -1,8 +1,8 @@
 """What transforms of owner stacks share: numbers per slot, scaling and weight decay.
 
 A stack transform works on ``{class key: [..., W, *dims]}``. What differs from matrix to matrix
-comes as tables ``[N, W]``, one number per slot; ``local(table)`` is the part that belongs to the
-stacks at hand.
+comes as tables ``[N, W, ...]`` of a class, one entry per slot; ``local(class key, table)`` is the
+part that belongs to the stacks at hand.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ from matrixfsdp_jax.layout.leaves import is_masked
 PyTree = Any
 ScalarOrSchedule = Any
 Tables = Mapping[str, np.ndarray]
-Local = Callable[[np.ndarray], jax.Array]
+Local = Callable[[str, Any], jax.Array]
 
 
 def scale_stacks(factors: Tables, local: Local) -> optax.GradientTransformation:
@@ -27,7 +27,7 @@ def scale_stacks(factors: Tables, local: Local) -> optax.GradientTransformation:
 
     Args:
       factors: class key -> float table ``[N, W]``, one factor per slot.
-      local: the part of such a table that belongs to the stacks at hand.
+      local: the part of the table of a class that belongs to the stacks at hand.
     """
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
@@ -100,7 +100,7 @@ def per_slot(stacks: dict[str, Any], tables: Tables, local: Local) -> dict[str, 
         if is_masked(stack):
             return stack
         dtype = wide(stack.dtype)
-        factor = local(tables[key]).astype(dtype)
+        factor = local(key, tables[key]).astype(dtype)
         return stack.astype(dtype) * jnp.expand_dims(factor, range(factor.ndim, stack.ndim))
 
     return {key: times(key, stack) for key, stack in stacks.items()}

@@ -39,10 +39,11 @@ class MuonVariant:
       after: ``after(row_outputs, local)`` makes a transformation of stacks of orthogonalised
         matrices ``{class key: [..., W, m, n]}``. ``row_outputs`` holds per class a table
         ``[N, W]``: 1 where the output neurons are the rows of the stored matrix, 0 where they are
-        its columns; ``local(table)`` is the part of it that belongs to the stacks at hand. State
-        that belongs to matrices is a dict with the keys of the stacks, of arrays (or trees of
+        its columns; ``local(key, table)`` is the part of it that belongs to the stacks at hand.
+        State that belongs to matrices is a dict with the keys of the stacks, of arrays (or trees of
         arrays) that begin with ``[..., W]``; everything else in the state is shared. Zero matrices
-        (pad slots) must stay exactly zero.
+        (pad slots) must stay exactly zero, and a device may have stacks of some classes only, or of
+        none.
     """
 
     before: optax.GradientTransformation = field(default_factory=optax.identity)
@@ -157,7 +158,7 @@ def _second_moment(
             for key, stack in updates.items():
                 if is_masked(stack):
                     continue
-                rows = local(row_outputs[key]) > 0
+                rows = local(key, row_outputs[key]) > 0
                 o = stack.astype(nu[key].dtype)
                 new[key], nu[key] = matrix_by_matrix(normalized, o, nu[key], rows)
             return new, SecondMomentState(nu)

@@ -155,7 +155,7 @@ def spy(layout: mfsdp.OwnerLayout) -> optax.GradientTransformationExtraArgs:
         def update(updates: Any, state: Any, params: Any = None, *, value: Any = 0.0) -> Any:
             new, rows = {}, {}
             for c in layout.plan.classes:
-                u, factor = updates[c.key], local(tables[c.key])
+                u, factor = updates[c.key], local(c.key, tables[c.key])
                 assert u.shape == (1, *c.stack_shape[1:])
                 assert factor.shape == u.shape[:2]
                 assert collectives.varying_axes(u) == set(layout.owner_axis)

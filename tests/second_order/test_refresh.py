@@ -144,7 +144,7 @@ def test_which_units_are_due(frequency: int, start: int, stagger: bool, first: s
     phases = [f for f in range(schedule.num_phases) for _ in range(2)] + [schedule.num_phases - 1]
     offsets = jnp.array([sum(p < f for p in phases) for f in range(schedule.num_phases + 1)])
     for step in range(1, 16):
-        low, high = map(int, schedule.due(jnp.asarray(step), offsets))
+        low, high = map(int, schedule.due(jnp.asarray(step), offsets.__getitem__))
         turn = step % frequency
         whole = step == start and first == "all" if stagger else step == start or turn == 0
         own = [i for i, p in enumerate(phases) if whole or (stagger and p == turn)]
