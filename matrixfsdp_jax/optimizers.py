@@ -20,7 +20,7 @@ from matrixfsdp_jax.owner.routed import (
     row_outputs,
     slot_tables,
 )
-from matrixfsdp_jax.owner.sharded import on_sharded
+from matrixfsdp_jax.owner.sharded import on_sharded, split_reductions
 from matrixfsdp_jax.owner.update import on_owners
 from matrixfsdp_jax.transforms.checks import (
     check_flags,
@@ -35,6 +35,8 @@ from matrixfsdp_jax.transforms.variants import MuonVariant
 
 PyTree = Any
 ScalarOrSchedule = Any
+
+_PLAIN = MuonVariant()
 
 
 def muon(
@@ -146,7 +148,7 @@ def muon(
         exact,
         eps,
         scale_fn(scale),
-        MuonVariant() if variant is None else variant,
+        _PLAIN if variant is None else variant,
     )
     rest = optax.adamw(3e-4) if rest is None else rest
     check_transformation("rest", rest)
@@ -166,7 +168,8 @@ def muon(
         return route_tree(lambda routes, tree: on_tree(core.on_tree(routes), tree), rest, rules)
     check_layout(layout, rules, oriented=True)
     if layout.storage == "sharded":
-        return route_planned(lambda tree: on_tree(core.on_sharded(layout), tree), rest, layout)
+        sharded = core.on_sharded(layout)
+        return route_planned(lambda tree: on_tree(sharded, tree), rest, layout)
     decays = decay_tables(layout, weight_decay_mask, core.factor)
 
     def matrix(
@@ -223,13 +226,14 @@ def scale_by_muon(
         exact,
         eps,
         scale_fn(scale),
-        MuonVariant() if variant is None else variant,
+        _PLAIN if variant is None else variant,
     )
     if layout is None:
         return route_tree(lambda routes, _: core.on_tree(routes), optax.identity(), rules)
     check_layout(layout, rules, oriented=True)
     if layout.storage == "sharded":
-        return route_planned(lambda _: core.on_sharded(layout), optax.identity(), layout)
+        sharded = core.on_sharded(layout)
+        return route_planned(lambda _: sharded, optax.identity(), layout)
     tx = on_owners(core.on_stacks(layout.plan), layout, momentum=momentum, eps=eps)
     return route_owned(tx, optax.identity(), layout)
 
@@ -272,8 +276,9 @@ class _MuonCore:
             momentum_dtype=self.momentum_dtype,
         )
 
-    def _orthogonalize(self) -> optax.GradientTransformation:
+    def _orthogonalize(self, split: Any = None) -> optax.GradientTransformation:
         return orthogonalize_stacks(
+            split=split,
             ns_steps=self.ns_steps,
             ns_coefficients=self.ns_coefficients,
             eps=self.eps,
@@ -285,22 +290,34 @@ class _MuonCore:
     def factor(self, matrix: Matrix) -> float:
         return self.scale(matrix.fan_in, matrix.fan_out)
 
-    def direction(self, plan: Plan, local: Any) -> tuple[optax.GradientTransformation, ...]:
+    def direction(
+        self, plan: Plan, local: Any, split: Any = None
+    ) -> tuple[optax.GradientTransformation, ...]:
         """Momentum and orthogonalisation of stacks, not scaled; to be chained."""
-        return self._momentum(), self.variant.before, *self._after_momentum(plan, local)
+        return self._momentum(), self.variant.before, *self._after_momentum(plan, local, split)
 
-    def on_stacks(self, plan: Plan) -> Callable[..., optax.GradientTransformation]:
+    def on_stacks(
+        self, plan: Plan, split: Any = None
+    ) -> Callable[..., optax.GradientTransformation]:
         """The scaled direction of the stacks of a plan, made of ``local`` and numbers."""
 
         def matrix(local: Any, **numbers: Any) -> optax.GradientTransformation:
             own = replace(self, **numbers)
-            return optax.chain(*own.direction(plan, local), own.scaling(plan, local))
+            return optax.chain(*own.direction(plan, local, split), own.scaling(plan, local))
 
         return matrix
 
     def on_sharded(self, layout: OwnerLayout) -> optax.GradientTransformation:
         """The scaled direction of a tree of matrix leaves that keep their sharding."""
-        make = self.on_stacks(layout.plan)
+        split = split_reductions(layout)
+        if split and self.variant is not _PLAIN:
+            raise ValueError(
+                f"variant={self.variant!r} looks at whole rows and columns, and with "
+                f"tensor_axis={layout.tensor_axis} devices hold parts of them; plan without "
+                "tensor_axis, with that axis in owner_axis"
+            )
+        self._orthogonalize(split)
+        make = self.on_stacks(layout.plan, split)
         return on_sharded(make, layout, momentum=self.momentum, eps=self.eps)
 
     def scaling(self, plan: Plan, local: Any) -> optax.GradientTransformation:
@@ -315,5 +332,7 @@ class _MuonCore:
         )
         return optax.chain(self._momentum(), self.variant.before, packed)
 
-    def _after_momentum(self, plan: Plan, local: Any) -> tuple[optax.GradientTransformation, ...]:
-        return self._orthogonalize(), self.variant.after(row_outputs(plan), local)
+    def _after_momentum(
+        self, plan: Plan, local: Any, split: Any = None
+    ) -> tuple[optax.GradientTransformation, ...]:
+        return self._orthogonalize(split), self.variant.after(row_outputs(plan), local)

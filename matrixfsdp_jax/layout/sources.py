@@ -72,6 +72,16 @@ def whole(lp: LeafPlan) -> Source:
     return Source(((),) * len(view.item_shape(lp.leaf.shape)), ((),) * len(view.batch_dims))
 
 
+def without(dims: Sequence[Axes], axes: Axes) -> list[Axes]:
+    """The sharding of the dims of a leaf, without some mesh axes."""
+    return [tuple(a for a in own if a not in axes) for own in dims]
+
+
+def spec_entry(axes: Axes) -> str | Axes | None:
+    """Mesh axes as one entry of a ``PartitionSpec``."""
+    return (axes[0] if len(axes) == 1 else axes) if axes else None
+
+
 def batch_shape(lp: LeafPlan) -> tuple[int, ...]:
     """The sizes of the batch dims of a matrix leaf."""
     assert lp.route.view is not None

@@ -26,7 +26,7 @@ _MAX_BLOCKS = 8
 
 # Rows from which a symmetric product is taken: at 1024 the Gram form is faster without (by 5 to 15%
 # on CPU), at 2048 slower (by 13%).
-_MIN_SYMMETRIC_ROWS = 2048
+MIN_SYMMETRIC_ROWS = 2048
 
 # Below this the products are too small for their number of operations to decide: measured on CPU,
 # the width of a matrix unit for the others.
@@ -133,7 +133,7 @@ def choose_algorithm(
     m, n = min(m, n), max(m, n)
     if m < _MIN_ROWS[platform]:
         return "standard"
-    candidates = [a for a in ALGORITHMS if m >= _MIN_SYMMETRIC_ROWS or not a.endswith("symmetric")]
+    candidates = [a for a in ALGORITHMS if m >= MIN_SYMMETRIC_ROWS or not a.endswith("symmetric")]
     return min(
         candidates,
         key=lambda a: newton_schulz_flops(

@@ -20,12 +20,12 @@ from jax.sharding import PartitionSpec as P
 
 from matrixfsdp_jax.layout import leaves as tree_leaves
 from matrixfsdp_jax.layout import picture, report
-from matrixfsdp_jax.layout.costs import Method
+from matrixfsdp_jax.layout.costs import Method, method
 from matrixfsdp_jax.layout.packing import build_leaf
 from matrixfsdp_jax.layout.planner import CAST_DTYPES, make_plan, share_waves
 from matrixfsdp_jax.layout.rules import route
-from matrixfsdp_jax.layout.sources import Axes, Source, settle, source
-from matrixfsdp_jax.layout.spec import Leaf, LeafPlan, Matrix, Plan
+from matrixfsdp_jax.layout.sources import Axes, Source, settle, source, spec_entry
+from matrixfsdp_jax.layout.spec import Leaf, LeafPlan, Matrix, Plan, ShapeClass
 from matrixfsdp_jax.owner import collectives, gradients, host
 from matrixfsdp_jax.owner import replicas as replica_parts
 
@@ -64,6 +64,8 @@ class OwnerLayout:
         its own part of the waves, and parameters are gathered over ``replica_axis`` afterwards.
       storage: ``"owner"``, or ``"sharded"``: parameters keep the user's own sharding.
       source_axes: for ``"sharded"`` the mesh axes over which each dim of each leaf is sharded.
+      tensor_axis: the mesh axis over which the long side of stored matrices is split; ``()`` where
+        owners hold whole matrices.
     """
 
     plan: Plan
@@ -74,6 +76,7 @@ class OwnerLayout:
     sharing: bool = False
     storage: Storage = "owner"
     source_axes: tuple[tuple[Axes, ...], ...] = ()
+    tensor_axis: tuple[str, ...] = ()
 
     # ---- what people look at -------------------------------------------------------------------
 
@@ -116,16 +119,21 @@ class OwnerLayout:
         """The mesh axes whose devices share the waves; empty where every replica owns all."""
         return self.replica_axis if self.sharing else ()
 
+    def tensor_axis_of(self, c: ShapeClass) -> tuple[str, ...]:
+        """``tensor_axis`` for a class whose long side it divides, else ``()``."""
+        parts = math.prod(self.mesh.shape[a] for a in self.tensor_axis)
+        return self.tensor_axis if len(c.shape) == 2 and c.n % parts == 0 else ()
+
     @property
     def axis_entry(self) -> Any:
         """The owner axis as one ``PartitionSpec`` entry."""
-        return _entry(self.owner_axis)
+        return spec_entry(self.owner_axis)
 
     @cached_property
     def sources(self) -> dict[str, P]:
         """``PartitionSpec`` of every leaf of the user's tree (by path) under sharded storage."""
         pairs = zip(self.plan.leaves, self.source_axes, strict=True)
-        return {lp.leaf.path: P(*map(_entry, dims)) for lp, dims in pairs}
+        return {lp.leaf.path: P(*map(spec_entry, dims)) for lp, dims in pairs}
 
     @cached_property
     def matrix_sources(self) -> tuple[Source | None, ...]:
@@ -135,9 +143,7 @@ class OwnerLayout:
     @cached_property
     def specs(self) -> OwnerParams:
         """``PartitionSpec`` of every owner parameter, written at full rank."""
-        stacks = {
-            c.key: P(self.axis_entry, *[None] * (1 + len(c.shape))) for c in self.plan.classes
-        }
+        stacks = {c.key: self._stack_spec(c, None) for c in self.plan.classes}
         rest, frozen = (
             {lp.leaf.path: self._leaf_spec(lp) for lp in self._outside(trainable)}
             for trainable in (True, False)
@@ -152,10 +158,8 @@ class OwnerLayout:
     @cached_property
     def update_specs(self) -> OwnerParams:
         """``PartitionSpec`` of every gradient and update; ``specs`` unless replicas share."""
-        waves = _entry(self.sharing_axis)
-        stacks = {
-            c.key: P(self.axis_entry, waves, *[None] * len(c.shape)) for c in self.plan.classes
-        }
+        waves = spec_entry(self.sharing_axis)
+        stacks = {c.key: self._stack_spec(c, waves) for c in self.plan.classes}
         rest = {lp.leaf.path: self._update_spec(lp) for lp in self._outside(True)}
         return OwnerParams(stacks, rest, {})
 
@@ -193,14 +197,16 @@ class OwnerLayout:
         belongs to the owners; a leaf found under the path of a rest leaf and of its shape is
         sharded like it; everything else (counts, hyperparameters) is replicated.
         """
-        stacks = {c.key: (c.num_devices, c.num_waves) for c in self.plan.classes}
+        stacks = {c.key: c for c in self.plan.classes}
         rest = {lp.leaf.path: lp for lp in self._outside(True)}
 
         def spec(keys: tuple[Any, ...], leaf: Any) -> P:
             for key in reversed(keys):
                 name = key.key if isinstance(key, jtu.DictKey) else None
-                if name in stacks and leaf.shape[:2] == stacks[name]:
-                    waves = _entry(self.sharing_axis)
+                if name in stacks and leaf.shape[:2] == stacks[name].stack_shape[:2]:
+                    waves = spec_entry(self.sharing_axis)
+                    if leaf.shape == stacks[name].stack_shape:
+                        return self._stack_spec(stacks[name], waves)
                     return P(self.axis_entry, waves, *[None] * (leaf.ndim - 2))
                 if name in rest and leaf.shape == rest[name].leaf.shape:
                     return self._update_spec(rest[name])
@@ -388,6 +394,12 @@ class OwnerLayout:
             if lp.route.route != "matrix" and lp.trainable == trainable
         ]
 
+    def _stack_spec(self, c: ShapeClass, waves: Any) -> P:
+        dims: list[Any] = [None] * len(c.shape)
+        if self.tensor_axis_of(c):
+            dims[-1] = spec_entry(self.tensor_axis)
+        return P(self.axis_entry, waves, *dims)
+
     def _leaf_spec(self, lp: LeafPlan) -> P:
         dims = range(len(lp.leaf.shape))
         return P(*[self.axis_entry if d == lp.shard_dim else None for d in dims])
@@ -395,7 +407,7 @@ class OwnerLayout:
     def _update_spec(self, lp: LeafPlan) -> P:
         if not self.shares_leaf(lp):
             return self._leaf_spec(lp)
-        entry = _entry(self.owner_axis + self.sharing_axis)
+        entry = spec_entry(self.owner_axis + self.sharing_axis)
         return P(*[entry if d == lp.shard_dim else None for d in range(len(lp.leaf.shape))])
 
     def shares_leaf(self, lp: LeafPlan) -> bool:
@@ -521,6 +533,7 @@ def plan(
     reduce_dtype: Any = None,
     rest_shard_min_size: int = 0,
     storage: Storage = "owner",
+    tensor_axis: str | None = None,
 ) -> OwnerLayout:
     """Deal the matrices of a parameter tree out to the devices of a mesh.
 
@@ -562,8 +575,14 @@ def plan(
         float64 leaves).
       rest_shard_min_size: rest leaves with fewer elements stay replicated.
       storage: ``"owner"``: parameters live as owner params. ``"sharded"``: they keep the sharding
-        that the arrays of ``params`` have (FSDP rows or columns over the owner axes, or
-        replicated), only gradients and updates visit the owners; a drop-in for a ``jit`` loop.
+        that the arrays of ``params`` have, any ``NamedSharding`` over the owner axes; only
+        gradients and updates visit the owners. A drop-in for a ``jit`` loop (docs/layouts.md).
+      tensor_axis: for Muon with sharded storage, a mesh axis (no owner axis) over which matrices
+        stay split in the update: owners hold the long side in parts, and Newton-Schulz sums its
+        Gram matrix over the axis. Matrices that are cut elsewhere by it are gathered over it, and
+        so is the update of one that is not cut by it. A class whose long side it does not divide is
+        updated whole on each of its devices. None: nothing is split; take the axis in
+        ``owner_axis``, and matrices move to whole owners.
 
     Raises:
       ValueError: for an unknown axis or option, an empty tree, tied weights, a leaf that no rule
@@ -585,7 +604,13 @@ def plan(
         raise ValueError(f"storage={storage!r} must be one of {get_args(Storage)}")
     if replicas not in ("auto", *get_args(Replicas)):
         raise ValueError(f"replicas={replicas!r} must be 'auto' or one of {get_args(Replicas)}")
-    axes, others = _checked_axes(mesh, owner_axis, replica_axis, storage)
+    tensor = () if tensor_axis is None else (tensor_axis,)
+    if tensor and (storage == "owner" or not method(optimizer).oriented):
+        raise ValueError(
+            f'tensor_axis={tensor_axis!r} is for Muon with storage="sharded"; else leave it out '
+            "and take the axis in owner_axis, so that whole matrices visit their owners"
+        )
+    axes, others = _checked_axes(mesh, owner_axis, replica_axis, storage, tensor_axis)
     num_devices = 1
     for axis in axes:
         num_devices *= mesh.shape[axis]
@@ -610,11 +635,11 @@ def plan(
         paths, values, _ = tree_leaves.flatten(params)
         by_path = dict(zip(paths, values, strict=True))
         axes_of = tuple(
-            _source_axes(lp.leaf, by_path[lp.leaf.path], mesh, axes) for lp in bound.leaves
+            _source_axes(lp.leaf, by_path[lp.leaf.path], mesh, axes + tensor) for lp in bound.leaves
         )
         bound = settle(bound, _matrix_sources(bound, axes_of), axes, dict(mesh.shape))
     treedef = jax.tree.structure(params)
-    return OwnerLayout(bound, mesh, axes, treedef, others, sharing, storage, axes_of)
+    return OwnerLayout(bound, mesh, axes, treedef, others, sharing, storage, axes_of, tensor)
 
 
 def _source_axes(leaf: Leaf, value: Any, mesh: Mesh, owner_axis: Axes) -> tuple[Axes, ...]:
@@ -649,16 +674,12 @@ def _matrix_sources(plan: Plan, axes_of: Sequence[Sequence[Axes]]) -> tuple[Sour
     )
 
 
-def _entry(axes: Axes) -> Any:
-    """Mesh axes as one ``PartitionSpec`` entry."""
-    return (axes[0] if len(axes) == 1 else axes) if axes else None
-
-
 def _checked_axes(
     mesh: Mesh,
     owner_axis: str | Sequence[str] | None,
     replica_axis: str | Sequence[str] | None,
     storage: Storage,
+    tensor_axis: str | None,
 ) -> tuple[Axes, Axes]:
     """The owner axes and the replica axes (those of size above 1)."""
     if not isinstance(mesh, Mesh):
@@ -667,15 +688,17 @@ def _checked_axes(
             'jax.make_mesh((jax.device_count(),), ("fsdp",))'
         )
     if owner_axis is None:
-        owner_axis = "fsdp" if storage == "owner" else mesh.axis_names
+        free = tuple(a for a in mesh.axis_names if a != tensor_axis)
+        owner_axis = "fsdp" if storage == "owner" else free
     axes = (owner_axis,) if isinstance(owner_axis, str) else tuple(owner_axis)
     others = (replica_axis,) if isinstance(replica_axis, str) else tuple(replica_axis or ())
     sizes = dict(mesh.shape)
-    unknown = [a for a in axes + others if a not in sizes]
-    if not axes or unknown or len(set(axes + others)) != len(axes + others):
+    named = axes + others + (() if tensor_axis is None else (tensor_axis,))
+    if not axes or any(a not in sizes for a in named) or len(set(named)) != len(named):
         raise ValueError(
-            f"owner_axis={owner_axis!r} and replica_axis={replica_axis!r} do not name different "
-            f"axes of the mesh, which has {sizes}; give some of them, each once"
+            f"owner_axis={owner_axis!r}, replica_axis={replica_axis!r} and "
+            f"tensor_axis={tensor_axis!r} do not name different axes of the mesh, which has "
+            f"{sizes}; give some of them, each once"
         )
     left = {a: s for a, s in sizes.items() if a not in axes + others and s > 1}
     if left and storage == "owner" and replica_axis is None:

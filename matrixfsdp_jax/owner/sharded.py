@@ -15,7 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -32,8 +32,11 @@ from matrixfsdp_jax.layout.sources import (
     Source,
     batch_place,
     ravel,
+    source,
+    spec_entry,
     unravel,
     whole,
+    without,
 )
 from matrixfsdp_jax.layout.spec import Matrix, ShapeClass
 from matrixfsdp_jax.owner import collectives
@@ -83,12 +86,23 @@ def on_sharded(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def split_reductions(layout: OwnerLayout) -> dict[str, tuple[Any, Any]]:
+    """Class key -> sum and maximum over ``tensor_axis``, of classes whose matrices it splits."""
+    axis = layout.tensor_axis
+    return {
+        c.key: (partial(collectives.sum_over, axis=axis), partial(collectives.max_over, axis=axis))
+        for c in layout.plan.classes
+        if layout.tensor_axis_of(c)
+    }
+
+
 @dataclass(frozen=True)
 class _Piece:
     """One matrix of a class on its way.
 
     ``cut``: the owner axes that cut each axis of its stored form. ``spread``: those over which the
     matrices of its leaf are spread; a device has the one that is its ``local`` matrix ``batch``.
+    ``kept``: it moves in the parts in which the tensor axis cuts its long side.
     """
 
     path: str
@@ -97,6 +111,7 @@ class _Piece:
     cut: Cut
     spread: Axes
     batch: int
+    kept: bool = False
 
     @property
     def row(self) -> tuple[str, int, int]:
@@ -123,11 +138,14 @@ class _Moves:
         # How a leaf enters and leaves the moves: as it is, or whole where no shard is a block.
         self._sources: dict[str, Source] = {}
         self._specs: dict[str, P] = {}
-        pairs = zip(layout.plan.leaves, layout.matrix_sources, strict=True)
-        for lp, source in ((lp, s) for lp, s in pairs if lp.leaf.path in self._leaves):
+        self._kept = self._leaves_that_stay_split()
+        for lp, dims in zip(layout.plan.leaves, layout.source_axes, strict=True):
             path = lp.leaf.path
-            self._sources[path] = whole(lp) if source is None else source
-            self._specs[path] = P() if source is None else layout.sources[path]
+            if path in self._leaves:
+                entry = dims if path in self._kept else without(dims, layout.tensor_axis)
+                own = source(lp, without(dims, layout.tensor_axis))
+                self._sources[path] = whole(lp) if own is None else own
+                self._specs[path] = P() if own is None else P(*map(spec_entry, entry))
 
     def check(self, tree: PyTree) -> None:
         """Refuse another tree than the planned one."""
@@ -180,6 +198,26 @@ class _Moves:
 
     # ---- what goes where -----------------------------------------------------------------------
 
+    def _leaves_that_stay_split(self) -> set[str]:
+        """Leaves all of whose matrices the tensor axis cuts as their owners hold them.
+
+        The long side, and no other axis cuts it into coarser parts.
+        """
+        layout, axis = self._layout, self._layout.tensor_axis
+        stays = dict.fromkeys(self._leaves, bool(axis))
+        for c in layout.plan.classes:
+            for matrix in c.matrices:
+                own = layout.matrix_sources[matrix.leaf]
+                cut = ((),) if own is None else own.stored_cut(matrix)
+                kept = cut[-1][:1] == axis and layout.tensor_axis_of(c) == axis
+                stays[layout.plan.leaves[matrix.leaf].leaf.path] &= kept
+        return {path for path, kept in stays.items() if kept}
+
+    def _dims(self, c: ShapeClass, kept: bool) -> tuple[int, ...]:
+        """The shape of a stored matrix on the devices of its owner."""
+        parts = self._count(self._layout.tensor_axis_of(c)) if kept else 1
+        return (*c.shape[:-1], c.shape[-1] // parts) if parts > 1 else c.shape
+
     @cached_property
     def _pieces(self) -> list[list[_Piece]]:
         """The pieces of every class."""
@@ -188,10 +226,11 @@ class _Moves:
             own = []
             for matrix, slot in zip(c.matrices, c.slots, strict=True):
                 lp = self._layout.plan.leaves[matrix.leaf]
-                source = self._sources[lp.leaf.path]
-                _, batch = batch_place(lp, source.spread, self._sizes, matrix.batch)
-                cut = source.stored_cut(matrix)
-                own.append(_Piece(lp.leaf.path, matrix, slot, cut, source.spread_axes, batch))
+                lies = self._sources[lp.leaf.path]
+                _, batch = batch_place(lp, lies.spread, self._sizes, matrix.batch)
+                cut, spread = lies.stored_cut(matrix), lies.spread_axes
+                kept = lp.leaf.path in self._kept
+                own.append(_Piece(lp.leaf.path, matrix, slot, cut, spread, batch, kept))
             found.append(own)
         return found
 
@@ -219,21 +258,25 @@ class _Moves:
 
     def _pull(self, c: ShapeClass, local: Mapping[str, jax.Array]) -> jax.Array:
         """``[1, W, *dims]``, this device's own matrices."""
-        own = jnp.zeros((c.num_waves, *c.shape), c.dtype)
-        for axes, pieces in self._by_exchange(c, local).items():
+        tensor = self._layout.tensor_axis_of(c)
+        own = jnp.zeros((c.num_waves, *self._dims(c, True)), c.dtype)
+        for (axes, kept), pieces in self._by_exchange(c, local).items():
+            dims = self._dims(c, kept)
             got = self._sent(c, axes, pieces, local)
             if axes:
                 got = collectives.exchange(got, axes)
             for cut, here in self._by_cut(c, pieces).items():
-                own = jnp.where(_expand(here, own.ndim), self._assembled(c, got, axes, cut), own)
+                x = self._assembled(c.num_waves, dims, got, axes, cut)
+                x = x if kept else collectives.part_of(x, x.ndim - 1, tensor)
+                own = jnp.where(_expand(here, own.ndim), x, own)
         return collectives.varying(own, self._axis)[None]
 
-    def _by_exchange(self, c: ShapeClass, paths: Any) -> dict[Axes, list[_Piece]]:
-        """The pieces of a class that are in these leaves, by the axes of their exchange."""
+    def _by_exchange(self, c: ShapeClass, paths: Any) -> dict[tuple[Axes, bool], list[_Piece]]:
+        """The pieces of a class in these leaves, by the axes of their exchange and ``kept``."""
         found = defaultdict(list)
         for piece in self._pieces[self._layout.plan.classes.index(c)]:
             if piece.path in paths:
-                found[self._exchanged(piece)].append(piece)
+                found[self._exchanged(piece), piece.kept].append(piece)
         return found
 
     def _by_cut(self, c: ShapeClass, pieces: list[_Piece]) -> dict[Cut, jax.Array]:
@@ -261,7 +304,8 @@ class _Moves:
             device, wave = piece.slot
             place = self._place(device, others), self._place(device, axes), wave
             table[place] = number[piece.row]
-        values = [*rows.values(), jnp.zeros(c.size // self._count(axes), c.dtype)]
+        size = math.prod(self._dims(c, pieces[0].kept)) // self._count(axes)
+        values = [*rows.values(), jnp.zeros(size, c.dtype)]
         if len(table) == 1:
             flat = jnp.stack([values[k] for k in table.ravel()])
             return flat.reshape(*table.shape[1:], -1)
@@ -271,8 +315,11 @@ class _Moves:
     def _push(self, stacks: dict[str, jax.Array], paths: list[str]) -> list[jax.Array]:
         found: dict[str, list[tuple[Matrix, jax.Array]]] = {path: [] for path in paths}
         for c in self._layout.plan.classes:
-            for axes, pieces in self._by_exchange(c, found).items():
-                for path, matrix, x in self._returned(c, axes, pieces, stacks[c.key][0]):
+            tensor = self._layout.tensor_axis_of(c)
+            for (axes, kept), pieces in self._by_exchange(c, found).items():
+                own = stacks[c.key][0]
+                own = own if kept else collectives.whole_of(own, own.ndim - 1, tensor)
+                for path, matrix, x in self._returned(c, axes, pieces, own):
                     found[path].append((matrix, x))
         return [self._leaf(path, found[path]) for path in paths]
 
@@ -282,7 +329,7 @@ class _Moves:
         """Every matrix of these pieces that this device has a shard of, with that shard."""
         sent = None
         for cut, here in self._by_cut(c, pieces).items():
-            part = self._cut(c, own, axes, cut)
+            part = self._cut(own, axes, cut)
             sent = part if sent is None else jnp.where(_expand(here[None], 3), part, sent)
         assert sent is not None
         got = collectives.exchange(sent, axes) if axes else sent
@@ -294,7 +341,7 @@ class _Moves:
             every = collectives.gather_slots(got, replicas) if replicas else got[None]
             flat = every.reshape(-1, got.shape[-1])
             for piece, index in self._indices(c, axes, replicas, some):
-                x = flat[index].reshape(self._shard_shape(c, piece.cut))
+                x = flat[index].reshape(self._shard_shape(own.shape[1:], piece.cut))
                 found.append((piece.path, piece.local, x))
         return found
 
@@ -326,21 +373,24 @@ class _Moves:
         shape = sharding.shard_shape(lp.leaf.shape)
         return build_leaf(stored, matrices, lp.route.view, shape, jnp)
 
-    def _shard_shape(self, c: ShapeClass, cut: Cut) -> tuple[int, ...]:
-        return tuple(d // self._count(axes) for d, axes in zip(c.shape, cut, strict=True))
+    def _shard_shape(self, dims: tuple[int, ...], cut: Cut) -> tuple[int, ...]:
+        return tuple(d // self._count(axes) for d, axes in zip(dims, cut, strict=True))
 
-    def _assembled(self, c: ShapeClass, got: jax.Array, axes: Axes, cut: Cut) -> jax.Array:
+    def _assembled(
+        self, waves: int, dims: tuple[int, ...], got: jax.Array, axes: Axes, cut: Cut
+    ) -> jax.Array:
         """``[W, *dims]`` from the shards ``[C, W, F]`` of matrices that are cut in this way."""
-        x = got.reshape(*(self._sizes[a] for a in axes), c.num_waves, *self._shard_shape(c, cut))
-        return x.transpose(self._order(axes, cut)).reshape(c.num_waves, *c.shape)
+        x = got.reshape(*(self._sizes[a] for a in axes), waves, *self._shard_shape(dims, cut))
+        return x.transpose(self._order(axes, cut)).reshape(waves, *dims)
 
-    def _cut(self, c: ShapeClass, own: jax.Array, axes: Axes, cut: Cut) -> jax.Array:
+    def _cut(self, own: jax.Array, axes: Axes, cut: Cut) -> jax.Array:
         """The inverse of ``_assembled``."""
-        shape = [c.num_waves]
-        for size, over in zip(self._shard_shape(c, cut), cut, strict=True):
+        waves, *dims = own.shape
+        shape = [waves]
+        for size, over in zip(self._shard_shape(tuple(dims), cut), cut, strict=True):
             shape += [*(self._sizes[a] for a in over), size]
         order = np.argsort(self._order(axes, cut))
-        return own.reshape(shape).transpose(order).reshape(self._count(axes), c.num_waves, -1)
+        return own.reshape(shape).transpose(order).reshape(self._count(axes), waves, -1)
 
     def _order(self, axes: Axes, cut: Cut) -> list[int]:
         """From ``[*axes, W, *shard dims]`` to ``W`` and each dim behind the axes that cut it."""

@@ -6,6 +6,7 @@ on ``{class key: [..., W, m, n]}``.
 Reference: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -14,7 +15,10 @@ import jax.numpy as jnp
 import optax
 
 from matrixfsdp_jax.layout.leaves import is_masked
+from matrixfsdp_jax.linalg.algorithms import MIN_SYMMETRIC_ROWS
+from matrixfsdp_jax.linalg.norms import Reduce
 from matrixfsdp_jax.linalg.orthogonalize import orthogonalize
+from matrixfsdp_jax.linalg.split import orthogonalize_split
 from matrixfsdp_jax.transforms.checks import check_dtype, check_flags, check_number
 from matrixfsdp_jax.transforms.stacks import wide
 
@@ -110,6 +114,7 @@ def orthogonalize_stacks(
     ns_dtype: Any = None,
     ns_algorithm: Any = "auto",
     exact: bool = False,
+    split: Mapping[str, tuple[Reduce, Reduce]] | None = None,
 ) -> optax.GradientTransformation:
     """Replace every matrix by its Newton-Schulz orthogonalisation.
 
@@ -120,11 +125,20 @@ def orthogonalize_stacks(
       ns_dtype: dtype of the iteration; see ``linalg.orthogonalize``.
       ns_algorithm: form of the iteration; see ``linalg.orthogonalize``.
       exact: the polar factor by SVD instead.
+      split: class key -> ``(sum_over, max_over)`` of the devices that hold the columns of its
+        matrices in parts; see ``linalg.orthogonalize_split``. ``ns_algorithm="auto"`` is then the
+        Gram form.
 
     Stateless. A zero matrix (a pad slot) stays exactly zero.
     """
     check_number("eps", eps, low=0.0, above_low=True)
     check_flags(exact=exact)
+    split = {} if split is None else split
+    if split and exact:
+        raise ValueError(
+            "exact=True takes whole matrices, and here their columns are split over devices; plan "
+            "without tensor_axis, with that axis in owner_axis"
+        )
     one_by_one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     options = {
         "steps": ns_steps,
@@ -143,11 +157,31 @@ def orthogonalize_stacks(
             if is_masked(stack):
                 return stack
             with jax.named_scope(f"newton_schulz/{key}"):
-                return orthogonalize(stack, **options)
+                if key not in split:
+                    return orthogonalize(stack, **options)
+                return _split(stack, *split[key], **options)
 
         return {key: one(key, stack) for key, stack in updates.items()}, state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _split(
+    stack: jax.Array,
+    sum_over: Reduce,
+    max_over: Reduce,
+    *,
+    algorithm: Any,
+    exact: bool,
+    **options: Any,
+) -> jax.Array:
+    del exact
+    if algorithm == "auto":
+        symmetric = stack.shape[-2] >= MIN_SYMMETRIC_ROWS
+        algorithm = "gram_symmetric" if symmetric else "gram"
+    return orthogonalize_split(
+        stack, sum_over=sum_over, max_over=max_over, algorithm=algorithm, **options
+    )
 
 
 def _bias_corrections(beta: Any, count: jax.Array, nesterov: bool) -> tuple[Any, Any]:

@@ -190,3 +190,53 @@ def test_any_tree_on_any_mesh_equals_one_device(data: st.DataObject) -> None:
     want = run(mfsdp.muon(0.1, rules=rules), draw(0, shapes), [draw(1, shapes)])
     for path, x in got.items():
         np.testing.assert_allclose(x, want[path], atol=1e-5)
+
+
+# ---- tensor parallel ---------------------------------------------------------------------------
+
+SPLIT: Dims = {
+    "w0": ("fsdp", "tensor"),  # long side cut: it stays
+    "w1": ("tensor", "fsdp"),  # short side cut: gathered
+    "tall": ("tensor", "fsdp"),  # stored transposed: it stays
+    "w2": ("fsdp",),  # not cut
+    "odd": (),  # no long side that divides: updated whole
+}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_matrices_that_stay_split_over_a_tensor_axis(kind: AxisType) -> None:
+    shapes = {path: SHAPES[path] for path in (*SPLIT, "bias")}
+    mesh = mesh_of("2x2x2", kind)
+    params = place(draw(0, shapes), mesh, SPLIT)
+    layout = planned("muon", params, mesh, owner_axis=("replica", "fsdp"), tensor_axis="tensor")
+    tx = MAKERS["muon"](layout=layout)
+    got = run(tx, params, [place(draw(seed, shapes), mesh, SPLIT) for seed in (1, 2, 3)])
+    want = run(MAKERS["muon"](), draw(0, shapes), [draw(seed, shapes) for seed in (1, 2, 3)])
+    for path, x in got.items():
+        np.testing.assert_allclose(x, want[path], atol=1e-5, err_msg=path)
+        assert x.sharding.is_equivalent_to(params[path].sharding, x.ndim), path
+    stack = next(x for x in jax.tree.leaves(tx.init(params)) if x.shape[2:] == (16, 64))
+    assert stack.sharding.shard_shape(stack.shape)[2:] == (16, 32)
+
+
+def test_one_gram_matrix_is_summed_over_the_tensor_axis() -> None:
+    dims = {"w0": ("fsdp", "tensor"), "w1": ("fsdp", "tensor"), "tall": ("tensor", "fsdp")}
+    found, layout = kinds_of("4x2", dims, WIDE_AND_TALL, owner_axis="fsdp", tensor_axis="tensor")
+    sums = [axes for kind, axes in found if kind == "all-reduce"]
+    assert [f for f in found if f[0] != "all-reduce"] == [("all-to-all", ("fsdp",))] * 2
+    assert set(sums) == {("tensor",)}
+    assert len(layout.plan.classes) == 1
+
+
+def test_what_does_not_go_with_a_tensor_axis() -> None:
+    mesh = mesh_of("4x2")
+    params = place({"w": np.ones((8, 8), np.float32)}, mesh, {"w": ("fsdp", "tensor")})
+    with pytest.raises(ValueError, match="is for Muon with storage"):
+        mfsdp.plan(params, mesh, tensor_axis="tensor")
+    with pytest.raises(ValueError, match="is for Muon with storage"):
+        planned("soap", params, mesh, tensor_axis="tensor")
+    layout = planned("muon", params, mesh, tensor_axis="tensor")
+    with pytest.raises(ValueError, match="exact=True takes whole matrices"):
+        mfsdp.muon(0.1, layout=layout, exact=True)
+    with pytest.raises(ValueError, match="looks at whole rows and columns"):
+        mfsdp.muon(0.1, layout=layout, variant=mfsdp.variants.normuon())
