@@ -1,6 +1,6 @@
-"""One optimizer step: Muon on whole-matrix owners against optax.contrib.muon on FSDP rows.
+"""One optimizer step: Muon with owner and with sharded storage against optax.contrib.muon.
 
-Both sides update the same matrices of a GPT on the same simulated devices, in turn in one
+All sides update the same matrices of a GPT on the same simulated devices, in turn in one
 process. The floor is the same number of FLOPs in plain ``jnp.matmul`` of the same shapes, each
 device working on the matrices it owns. Usage::
 
@@ -70,13 +70,25 @@ def owner_side(mesh: Any, params: Any, grads: Any) -> tuple[Side, mfsdp.OwnerLay
     return optimizer_side(tx, owned, layout.shard(grads), layout.init(tx, owned)), layout
 
 
-def fsdp_side(mesh: Any, params: Any, grads: Any) -> Side:
-    rows = NamedSharding(mesh, P("fsdp", None))
-    params, grads = jax.device_put((params, grads), rows)
+def sharded_side(mesh: Any, params: Any, grads: Any, spec: P) -> Side:
+    params, grads = jax.device_put((params, grads), NamedSharding(mesh, spec))
+    tx = mfsdp.muon(0.02, layout=mfsdp.plan(params, mesh, storage="sharded"))
+
+    def on_mesh(x: jax.Array) -> jax.Array:
+        """Counts are made on one device."""
+        on_it = isinstance(x.sharding, NamedSharding)
+        return x if on_it else jax.device_put(x, NamedSharding(mesh, P()))
+
+    return optimizer_side(tx, params, grads, jax.tree.map(on_mesh, tx.init(params)))
+
+
+def optax_side(mesh: Any, params: Any, grads: Any, spec: P) -> Side:
+    sharding = NamedSharding(mesh, spec)
+    params, grads = jax.device_put((params, grads), sharding)
     tx = optax.contrib.muon(0.02)
     shapes = jax.eval_shape(tx.init, params)
-    shardings = jax.tree.map(lambda s: rows if s.ndim == 2 and s.shape[0] > 5 else None, shapes)
-    state = jax.jit(tx.init, out_shardings=shardings)(params)
+    like = jax.tree.map(lambda s: sharding if s.ndim == 2 and s.shape[0] > 5 else None, shapes)
+    state = jax.jit(tx.init, out_shardings=like)(params)
     return optimizer_side(tx, params, grads, state)
 
 
@@ -145,9 +157,13 @@ def main() -> None:
     rng = np.random.default_rng(2)
     grads = {k: rng.standard_normal(v.shape, dtype=np.float32) for k, v in params.items()}
     owner, layout = owner_side(mesh, params, grads)
+    rows, whole = P("fsdp", None), P(None, None)
     sides = {
         "owner muon": owner,
-        "optax, FSDP rows": fsdp_side(mesh, params, grads),
+        "optax, FSDP rows": optax_side(mesh, params, grads, rows),
+        "sharded, FSDP rows": sharded_side(mesh, params, grads, rows),
+        "optax, replicated": optax_side(mesh, params, grads, whole),
+        "sharded, replicated": sharded_side(mesh, params, grads, whole),
         **floor_sides(mesh, layout),
     }
     results = measure(sides, ARGS.rounds)
@@ -175,10 +191,15 @@ def report(results: dict[str, dict[str, Any]], flops: float, count: int) -> None
             f"{(r['audit'].temp_bytes or 0) / 1e6:.1f}",
         )
     console.print(table)
-    own, fsdp, *floors = results.values()
-    floor = min(np.median(f["times"]) for f in floors)
-    speed = np.median(np.divide(fsdp["times"], own["times"]))
-    console.print(f"speed-up over optax.contrib.muon: {speed:.1f}x (median of the rounds' ratios)")
+    own, fsdp, *_ = results.values()
+    floor = min(np.median(r["times"]) for name, r in results.items() if "matmul" in name)
+    for name, other in (
+        ("owner muon", "optax, FSDP rows"),
+        ("sharded, FSDP rows", "optax, FSDP rows"),
+        ("sharded, replicated", "optax, replicated"),
+    ):
+        speed = np.median(np.divide(results[other]["times"], results[name]["times"]))
+        console.print(f"{name}: {speed:.1f}x faster than {other} (median of the rounds' ratios)")
     console.print(f"compile time: {own['compile_s'] / fsdp['compile_s']:.2f} of it")
     console.print(f"rate: {floor / np.median(own['times']):.2f} of the faster matmul floor")
 

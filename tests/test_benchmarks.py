@@ -34,9 +34,12 @@ def test_optimizer_step():
         for row in (line.split("│") for line in out.splitlines())
         if len(row) > 3
     }
-    assert cells["owner muon"][4] == "0"
-    assert int(cells["optax, FSDP"][4]) > 0
-    assert re.search(r"speed-up over optax.contrib.muon: \d+\.\dx", out)
+    collectives = {name: row[4] for name, row in cells.items() if len(row) > 4}
+    assert collectives["owner muon"] == "0"
+    assert collectives["sharded, FSDP"] == "4", "two all-to-alls for each of two classes"
+    assert collectives["sharded,"] == "2", "replicated: one all-gather for each class"
+    assert int(collectives["optax, FSDP"]) > 0
+    assert len(re.findall(r"\d+\.\dx faster than optax", out)) == 3
 
 
 def test_shampoo():

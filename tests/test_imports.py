@@ -28,6 +28,8 @@ ALLOWED = {
     "guards": ("owner", "transforms"),
     "interop": ("layout", "owner", "transforms"),
     "presets": ("optimizers",),
+    "cli": ("layout",),
+    "__main__": ("cli",),
     "assembly": ("layout", "owner", "transforms"),
     "second_order": ("assembly", "layout", "owner", "transforms"),
     "torch_compat": ("assembly", "layout", "linalg", "owner", "second_order", "transforms"),
@@ -56,6 +58,10 @@ WITHOUT_JAX = (
     "layout/costs",
     "layout/report",
     "layout/picture",
+    "layout/hardware",
+    "layout/options",
+    "layout/advice",
+    "layout/advice_report",
 )
 
 COLLECTIVES = {
