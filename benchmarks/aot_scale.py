@@ -6,7 +6,7 @@ that it takes. Nothing runs, so there are no times of a step here. Where the com
 origin of some collectives, the optimizer is compiled alone as well: what it receives is the
 optimizer's, and what is left without an origin is forward or backward. Usage::
 
-    pip install libtpu
+    pip install 'matrixfsdp-jax[tpu-aot]'   # the libtpu that this JAX was built with
     python benchmarks/aot_scale.py [--topology v5p:8x8x8] [--model llama3-8b]
         [--storage sharded ...] [--layers 4 8] [--json FILE] [--quick]
 
@@ -41,7 +41,7 @@ parser.add_argument("--json", type=Path, help="write all figures here, after eve
 parser.add_argument("--quick", action="store_true", help="two tiny layers on v5e:2x4")
 ARGS = parser.parse_args()
 if importlib.util.find_spec("libtpu") is None:
-    print("libtpu, the TPU compiler, is not installed: pip install libtpu", file=sys.stderr)
+    print("libtpu, the TPU compiler, is not installed: pip install '.[tpu-aot]'", file=sys.stderr)
     sys.exit(2)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # else libtpu asks the cloud what machine this is

@@ -31,12 +31,12 @@ def test_a_missing_compiler_is_named():
     hide = f"import sys, runpy; sys.modules['libtpu'] = None; runpy.run_path({str(SCRIPT)!r})"
     done = python("-c", hide)
     assert done.returncode == 2
-    assert "pip install libtpu" in done.stderr
+    assert "pip install '.[tpu-aot]'" in done.stderr
 
 
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
-    reason="libtpu, the TPU compiler, is not installed: pip install libtpu",
+    reason="libtpu, the TPU compiler, is not installed: pip install '.[tpu-aot]'",
 )
 def test_received_bytes_are_those_of_the_layout(tmp_path):
     file = tmp_path / "figures.json"
