@@ -22,6 +22,7 @@ from matrixfsdp_jax.linalg.roots import (
 )
 from matrixfsdp_jax.optimizers import muon, scale_by_muon
 from matrixfsdp_jax.owner.gradients import shard_batch
+from matrixfsdp_jax.owner.lazy import LazyParams
 from matrixfsdp_jax.owner.params import OwnerLayout, OwnerParams, plan
 from matrixfsdp_jax.owner.update import global_norm
 from matrixfsdp_jax.presets import muon_like
@@ -68,6 +69,7 @@ __all__ = [
     "EighBasis",
     "EighRoot",
     "GeneralizedPrimalAveraging",
+    "LazyParams",
     "MatrixView",
     "MuonState",
     "MuonVariant",

@@ -156,6 +156,7 @@ def train_step(
     model_state_reduction: Any = None,
     tolerated_failures: int = 3,
     donate: bool = True,
+    lazy: bool = False,
 ) -> TrainStep:
     """One jitted, donated training step on owner params.
 
@@ -183,6 +184,8 @@ def train_step(
         A gradient with a NaN shows only when its block is refreshed, and never in kinds without
         factors; ``mfsdp.skip_nonfinite`` is what guards against it.
       donate: give the buffers of ``owned``, ``state`` and ``model_state`` to the outputs.
+      lazy: give the loss function an ``mfsdp.LazyParams`` in place of ``params``: it gathers them
+        where it uses them, and only a group of layers is whole at a time (docs/layouts.md).
 
     Returns:
       A ``TrainStep``. ``metrics`` holds float32 scalars ``loss`` (mean over the global batch),
@@ -215,7 +218,7 @@ def train_step(
     state_shardings = layout.state_shardings(tx)
     has_model_state = model_state_reduction is not None
     aux_reduction = aux_reduction if has_aux else None
-    local = _local_step(loss_fn, layout, aux_reduction, accumulate, model_state_reduction)
+    local = _local_step(loss_fn, layout, aux_reduction, accumulate, model_state_reduction, lazy)
 
     def step(
         owned: OwnerParams, state: PyTree, batch: PyTree, key: Any, model_state: PyTree
@@ -269,13 +272,16 @@ def train_step(
     return TrainStep(jitted, prepare, layout, tolerated_failures)
 
 
-def eval_step(fn: Callable[..., Any], layout: OwnerLayout) -> Callable[..., Any]:
+def eval_step(
+    fn: Callable[..., Any], layout: OwnerLayout, *, lazy: bool = False
+) -> Callable[..., Any]:
     """A jitted evaluation on owner params; needs no optimizer.
 
     Args:
       fn: ``fn(params, batch, *args)`` on canonical params and this device's part of the batch.
         Returns a scalar, a pair ``(sum, count)``, or a dict (any nesting) of those.
       layout: from ``mfsdp.plan``.
+      lazy: give ``fn`` an ``mfsdp.LazyParams`` in place of ``params`` (see ``train_step``).
 
     Returns:
       ``eval(owned, batch, *args)`` with the same tree of float32 means over the global batch
@@ -285,7 +291,8 @@ def eval_step(fn: Callable[..., Any], layout: OwnerLayout) -> Callable[..., Any]
     """
 
     def local(owned: OwnerParams, batch: PyTree, args: tuple[Any, ...]) -> PyTree:
-        out = fn(layout.gather(owned), batch, *args)
+        params = layout.lazy(owned)
+        out = fn(params if lazy else params.gather(), batch, *args)
         return jax.tree.map(
             lambda v: gradients.global_mean(v, layout.data_axis)[0],
             out,
@@ -368,6 +375,7 @@ def _local_step(
     aux_reduction: Any,
     accumulate: int,
     state_reduction: Any,
+    lazy: bool,
 ) -> Callable[..., Any]:
     """Loss, gradients, aux and model state of one step, inside ``shard_map``."""
     axis = layout.data_axis
@@ -381,7 +389,7 @@ def _local_step(
             states = {"model_state": model_state} if has_state else {}
             return loss_fn(params, batch, *keys, **states)
 
-        result = gradients.local_value_and_grad(layout, loss, owned, has_aux or has_state)
+        result = gradients.local_value_and_grad(layout, loss, owned, has_aux or has_state, lazy)
         if not has_state:
             return result, None
         new_state, aux = gradients.split_aux(result.aux, True) if has_aux else (result.aux, None)

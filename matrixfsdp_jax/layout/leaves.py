@@ -77,6 +77,34 @@ def spread(prefix: PyTree, tree: PyTree) -> PyTree:
     return jtu.tree_map(lambda value, part: jtu.tree_map(lambda _: value, part), prefix, tree)
 
 
+def children(tree: PyTree) -> list[tuple[str, PyTree]]:
+    """The nodes one below the root of a tree, each with its key as in a path."""
+    items, _ = jtu.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+    return [(jtu.keystr(keys, simple=True, separator="/"), child) for keys, child in items if keys]
+
+
+def subtree(tree: PyTree, path: str) -> PyTree:
+    """What lies at a path, a leaf or a tree; all for ``""``.
+
+    Raises:
+      ValueError: if nothing does.
+    """
+    node, left = tree, path
+    while left:
+        below = children(node)
+        found = [(k, c) for k, c in below if left == k or left.startswith(f"{k}/")]
+        if not found:
+            parent = path[: len(path) - len(left)].rstrip("/")
+            names = [key for key, _ in below]
+            raise ValueError(
+                f"there is nothing at {path!r}: below {parent or 'the root'!r} are {names[:8]}"
+                + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+            )
+        key, node = found[0]
+        left = left[len(key) + 1 :]
+    return node
+
+
 def natural_key(path: str) -> tuple[tuple[int, int, str], ...]:
     """Sort key under which ``blocks/2`` comes before ``blocks/10``."""
     parts = re.split(r"(\d+)", path)

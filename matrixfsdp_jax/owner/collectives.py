@@ -121,33 +121,60 @@ class Wire:
         return lax.psum(gradient, self.replicas) if self.replicas else gradient
 
 
-def gather_waves(stack: jax.Array, wire: Wire, part: jax.Array) -> list[list[jax.Array]]:
-    """Whole matrices of a class on every device, from the local owner stack ``[1, W, *dims]``.
+def enter(stack: jax.Array, wire: Wire, part: jax.Array) -> jax.Array:
+    """A local owner stack ``[1, W, *dims]`` for ``gather_waves``, whose gradient goes to ``part``.
 
-    Returns ``waves[w][d]``, the matrix of slot ``(d, w)`` in ``gather_dtype``. Differentiable in
-    ``part``, which is the stack itself, or this replica's waves of it.
+    ``part`` is the stack itself, or where replicas share the work this replica's waves of it.
+
+    Collectives: none forward; backward over the replicas one all-reduce of the stack, or one
+    reduce-scatter where they share it.
+    Numerics: the gradient is collected in the wider of the stack's dtype and ``reduce_dtype`` until
+    all replicas are summed in ``reduce_dtype``.
+    """
+    dtype = stack.dtype
+    if not wire.replicas:
+        return part
+
+    def forward(stack: jax.Array) -> jax.Array:
+        return wire.to_model(stack).astype(jnp.promote_types(dtype, wire.reduce_dtype))
+
+    def backward(ct: jax.Array) -> jax.Array:
+        return wire.reduced(ct.astype(wire.reduce_dtype), 1).astype(dtype)
+
+    return _with_backward(forward, backward, stack, part)
+
+
+def gather_waves(stack: jax.Array, wire: Wire, *, split: bool = True) -> list[Any]:
+    """Whole matrices of a class on every device, from waves ``[1, W, *dims]`` of an entered stack.
+
+    Returns ``waves[w][d]``, the matrix of slot ``(d, w)`` in ``gather_dtype``; without ``split``
+    each wave is one array ``[N, *dims]``.
 
     Collectives: forward one all-gather per wave (``N prod(dims)`` elements of ``gather_dtype``);
-    backward one reduce-scatter per wave (as many of ``reduce_dtype``), then over replicas one
-    all-reduce of the stack, or one reduce-scatter where they share it.
+    backward one reduce-scatter per wave (as many of ``reduce_dtype``).
     Numerics: gradients are summed over devices in ``reduce_dtype``, then cast to the stack's dtype.
     """
 
-    def forward(stack: jax.Array) -> list[list[jax.Array]]:
-        waves = []
-        for wave in stack[0]:
-            whole = lax.all_gather(wave.astype(wire.gather_dtype), wire.axis)
-            waves.append(list(wire.to_model(whole)))
-        return waves
+    def forward(stack: jax.Array) -> list[Any]:
+        wholes = (
+            wire.to_model(lax.all_gather(wave.astype(wire.gather_dtype), wire.axis))
+            for wave in stack[0]
+        )
+        return [list(whole) if split else whole for whole in wholes]
 
-    def backward(cotangents: list[list[jax.Array]]) -> jax.Array:
+    def backward(cotangents: list[Any]) -> jax.Array:
         owned = [
-            lax.psum_scatter(jnp.stack([ct.astype(wire.reduce_dtype) for ct in wave]), wire.axis)
+            lax.psum_scatter(
+                jnp.stack([ct.astype(wire.reduce_dtype) for ct in wave])
+                if split
+                else wave.astype(wire.reduce_dtype),
+                wire.axis,
+            )
             for wave in cotangents
         ]
-        return wire.reduced(jnp.stack(owned), 0)[None].astype(stack.dtype)
+        return jnp.stack(owned)[None].astype(stack.dtype)
 
-    return _with_backward(forward, backward, stack, part)
+    return _with_backward(forward, backward, stack, stack)
 
 
 def gather_dim(x: jax.Array, dim: int, wire: Wire, part: jax.Array) -> jax.Array:
@@ -156,7 +183,8 @@ def gather_dim(x: jax.Array, dim: int, wire: Wire, part: jax.Array) -> jax.Array
     Differentiable in ``part``, which is ``x`` itself, or this replica's part of it on ``dim``.
 
     Collectives: forward one all-gather in ``gather_dtype``, backward one reduce-scatter in
-    ``reduce_dtype``, and over replicas as for ``gather_waves``.
+    ``reduce_dtype``, and over replicas one all-reduce of the part, or one reduce-scatter where they
+    share it.
     """
 
     def forward(x: jax.Array) -> jax.Array:

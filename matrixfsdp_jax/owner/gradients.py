@@ -36,15 +36,19 @@ def local_value_and_grad(
     loss_fn: Callable[[PyTree], Any],
     owned: "OwnerParams",
     has_aux: bool,
+    lazy: bool,
 ) -> LocalResult:
     """Loss and gradients inside ``shard_map``; ``loss_fn`` takes the gathered params alone.
+
+    With ``lazy`` it takes them ungathered, as ``LazyParams``.
 
     ``weight`` is that of this batch (its token count, or 1 where the loss is a plain mean).
     ``aux`` is this device's own.
     """
 
     def objective(parts: "OwnerParams") -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
-        out = loss_fn(layout.gather(owned, parts=parts))
+        params = layout.lazy(owned, parts)
+        out = loss_fn(params if lazy else params.gather())
         loss, aux = split_aux(out, has_aux)
         mean, count = global_mean(loss, layout.data_axis)
         dtype = jnp.result_type(loss[0] if isinstance(loss, tuple) else loss)
@@ -107,14 +111,16 @@ def local_key(key: jax.Array | None, axis: collectives.Axis) -> jax.Array | None
 
 
 def value_and_grad(
-    layout: "OwnerLayout", loss_fn: Callable[..., Any], has_aux: bool = False
+    layout: "OwnerLayout", loss_fn: Callable[..., Any], has_aux: bool = False, lazy: bool = False
 ) -> Callable[..., Any]:
     """See ``OwnerLayout.value_and_grad``."""
     axis = layout.data_axis
 
     def local(owned: "OwnerParams", batch: PyTree, key: jax.Array | None) -> Any:
         keys = () if key is None else (local_key(key, axis),)
-        result = local_value_and_grad(layout, lambda p: loss_fn(p, batch, *keys), owned, has_aux)
+        result = local_value_and_grad(
+            layout, lambda p: loss_fn(p, batch, *keys), owned, has_aux, lazy
+        )
         aux = collectives.mean_over(result.aux, axis) if has_aux else None
         return ((result.loss, aux) if has_aux else result.loss), result.gradients
 

@@ -14,20 +14,19 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
-from flax.core import meta
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from matrixfsdp_jax.layout import leaves as tree_leaves
 from matrixfsdp_jax.layout import picture, report
 from matrixfsdp_jax.layout.costs import Method, method
-from matrixfsdp_jax.layout.packing import build_leaf
 from matrixfsdp_jax.layout.planner import CAST_DTYPES, make_plan, share_waves
 from matrixfsdp_jax.layout.rules import route
 from matrixfsdp_jax.layout.sources import Axes, Source, settle, source, spec_entry
 from matrixfsdp_jax.layout.spec import Leaf, LeafPlan, Matrix, Plan, ShapeClass
 from matrixfsdp_jax.owner import collectives, gradients, host
 from matrixfsdp_jax.owner import replicas as replica_parts
+from matrixfsdp_jax.owner.lazy import LazyParams
 
 PyTree = Any
 
@@ -145,7 +144,7 @@ class OwnerLayout:
         """``PartitionSpec`` of every owner parameter, written at full rank."""
         stacks = {c.key: self._stack_spec(c, None) for c in self.plan.classes}
         rest, frozen = (
-            {lp.leaf.path: self._leaf_spec(lp) for lp in self._outside(trainable)}
+            {lp.leaf.path: self._leaf_spec(lp) for lp in self.outside(trainable)}
             for trainable in (True, False)
         )
         return OwnerParams(stacks, rest, frozen)
@@ -160,7 +159,7 @@ class OwnerLayout:
         """``PartitionSpec`` of every gradient and update; ``specs`` unless replicas share."""
         waves = spec_entry(self.sharing_axis)
         stacks = {c.key: self._stack_spec(c, waves) for c in self.plan.classes}
-        rest = {lp.leaf.path: self._update_spec(lp) for lp in self._outside(True)}
+        rest = {lp.leaf.path: self._update_spec(lp) for lp in self.outside(True)}
         return OwnerParams(stacks, rest, {})
 
     @cached_property
@@ -180,7 +179,7 @@ class OwnerLayout:
         """The owner parameters as ``ShapeDtypeStruct`` with their shardings."""
         stacks = {c.key: (c.stack_shape, c.dtype) for c in self.plan.classes}
         rest, frozen = (
-            {lp.leaf.path: (lp.leaf.shape, lp.leaf.dtype) for lp in self._outside(trainable)}
+            {lp.leaf.path: (lp.leaf.shape, lp.leaf.dtype) for lp in self.outside(trainable)}
             for trainable in (True, False)
         )
         return jax.tree.map(
@@ -198,7 +197,7 @@ class OwnerLayout:
         sharded like it; everything else (counts, hyperparameters) is replicated.
         """
         stacks = {c.key: c for c in self.plan.classes}
-        rest = {lp.leaf.path: lp for lp in self._outside(True)}
+        rest = {lp.leaf.path: lp for lp in self.outside(True)}
 
         def spec(keys: tuple[Any, ...], leaf: Any) -> P:
             for key in reversed(keys):
@@ -285,24 +284,12 @@ class OwnerLayout:
 
     # ---- inside the model ----------------------------------------------------------------------
 
-    def gather(
-        self, owned: OwnerParams, dtype: Any = None, parts: OwnerParams | None = None
-    ) -> PyTree:
-        """Whole canonical parameters on every device, inside ``shard_map`` over the owner axis.
+    def lazy(
+        self, owned: OwnerParams, parts: OwnerParams | None = None, dtype: Any = None
+    ) -> LazyParams:
+        """Local owner parameters as parameters to gather block by block (see ``LazyParams``).
 
-        Args:
-          owned: local owner parameters (stacks ``[1, W, *dims]``).
-          dtype: dtype of the floating leaves; default the plan's ``gather_dtype``, else their own.
-          parts: ``layout.parts(owned)``, which then gets the gradient in place of ``owned``: where
-            replicas share the work, that is this device's part alone.
-
-        Returns:
-          The canonical tree, each matrix in its own orientation and shape. Boxes of linen
-          metadata are taken off: they would constrain the sharding of whole arrays on one device.
-
-        Collectives: one all-gather per wave and per sharded rest leaf, in ``dtype``. In reverse
-        mode one reduce-scatter for each, in ``reduce_dtype``, and one all-reduce for the
-        replicated rest.
+        Inside ``shard_map`` over ``data_axis``; arguments as for ``gather``. Moves nothing yet.
         """
         self._require_owner_storage()
         if not collectives.manual_over(self.data_axis):
@@ -315,30 +302,35 @@ class OwnerLayout:
         if dtype not in (None, *CAST_DTYPES):
             raise ValueError(f"dtype={dtype!r} must be one of {', '.join(CAST_DTYPES)}")
         self.check_owned(owned, local=True)
-        with jax.named_scope("mfsdp.gather"):
-            waves = {}
-            for c in self.plan.classes:
-                with jax.named_scope(c.key):
-                    part = (owned if parts is None else parts).stacks[c.key]
-                    wire = self._wire(c.dtype, dtype, sharing=parts is not None and self.sharing)
-                    waves[c.key] = collectives.gather_waves(owned.stacks[c.key], wire, part)
-            rest = (owned if parts is None else parts).rest
-            outside = self._gather_outside(owned.rest, rest, True, dtype)
-            outside |= self._gather_outside(owned.frozen, owned.frozen, False, dtype)
-        full = [
-            outside[lp.leaf.path]
-            if lp.leaf.path in outside
-            else build_leaf(
-                [waves[key][w][d] for key, d, w, _ in slots],
-                [matrix for *_, matrix in slots],
-                lp.route.view,  # type: ignore[arg-type]
-                lp.leaf.shape,
-                jnp,
-            )
-            for lp, slots in zip(self.plan.leaves, self.leaf_slots, strict=True)
-        ]
-        tree = jtu.tree_unflatten(self.treedef, full)
-        return meta.map_axis_meta(lambda box: jtu.tree_leaves(box)[0], tree)
+        sharing = parts is not None and self.sharing
+        return LazyParams(self, owned, owned if parts is None else parts, dtype, sharing)
+
+    def gather(
+        self,
+        owned: OwnerParams,
+        dtype: Any = None,
+        parts: OwnerParams | None = None,
+        only: str | Sequence[str] = "",
+    ) -> PyTree:
+        """Whole canonical parameters on every device, inside ``shard_map`` over the owner axis.
+
+        Args:
+          owned: local owner parameters (stacks ``[1, W, *dims]``).
+          dtype: dtype of the floating leaves; default the plan's ``gather_dtype``, else their own.
+          parts: ``layout.parts(owned)``, which then gets the gradient in place of ``owned``: where
+            replicas share the work, that is this device's part alone.
+          only: a path of the report (``"blocks/3"``), or a list of them: what to gather.
+
+        Returns:
+          The canonical tree, each matrix in its own orientation and shape; the subtree at ``only``,
+          or a list of those. Boxes of linen metadata are taken off: they would constrain the
+          sharding of whole arrays on one device.
+
+        Collectives: one all-gather per wave that holds a matrix of them and per sharded rest leaf,
+        in ``dtype``. In reverse mode one reduce-scatter for each, in ``reduce_dtype``, and one
+        all-reduce for the replicated rest; with replicas one more of each class over them.
+        """
+        return self.lazy(owned, parts, dtype).gather(only)
 
     def parts(self, owned: OwnerParams) -> OwnerParams:
         """What the optimizer of this device updates of its local owner params.
@@ -348,7 +340,9 @@ class OwnerLayout:
         """
         return replica_parts.parts(self, self.trainable(owned))
 
-    def value_and_grad(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable:
+    def value_and_grad(
+        self, loss_fn: Callable[..., Any], has_aux: bool = False, *, lazy: bool = False
+    ) -> Callable:
         """The mean loss over all devices and its gradient, reduced to the owners.
 
         Args:
@@ -357,13 +351,14 @@ class OwnerLayout:
             batch) or ``(sum, count)`` for a weighted mean over the global batch; with ``has_aux``
             a pair of that and a tree of arrays.
           has_aux: whether ``loss_fn`` returns ``(loss, aux)``; ``aux`` is averaged over devices.
+          lazy: give ``loss_fn`` a ``LazyParams`` in place of the params: it gathers them itself.
 
         Returns:
           ``fn(owned, batch, key=None) -> (loss, gradients)``, or ``((loss, aux), gradients)``.
           Works under plain ``jit`` on global arrays (the batch is split on dim 0) and inside
           ``shard_map`` on local ones. ``key`` is folded with the device index.
         """
-        return gradients.value_and_grad(self, loss_fn, has_aux)
+        return gradients.value_and_grad(self, loss_fn, has_aux, lazy)
 
     def _require_owner_storage(self) -> None:
         if self.storage != "owner":
@@ -386,7 +381,7 @@ class OwnerLayout:
             own.sort(key=lambda s: (s[3].batch, s[3].start))
         return slots
 
-    def _outside(self, trainable: bool) -> list[LeafPlan]:
+    def outside(self, trainable: bool) -> list[LeafPlan]:
         """Leaves that are in no stack: the rest (trainable) or the frozen ones."""
         return [
             lp
@@ -425,39 +420,11 @@ class OwnerLayout:
     def _abstract_state(self, tx: optax.GradientTransformation) -> PyTree:
         return jax.eval_shape(tx.init, self.trainable(self.abstract))
 
-    def _wire(self, own: str, dtype: Any, *, sharing: bool) -> collectives.Wire:
+    def wire(self, own: str, dtype: Any, *, sharing: bool) -> collectives.Wire:
         """How a leaf travels forward (in ``dtype`` where it is cast) and its gradient back."""
         plan = replace(self.plan, gather_dtype=dtype) if dtype else self.plan
         dtypes = plan.wire_dtypes(own)
         return collectives.Wire(self.owner_axis, *dtypes, self.replica_axis, sharing)
-
-    def _gather_outside(
-        self,
-        values: dict[str, jax.Array],
-        parts: dict[str, jax.Array],
-        trainable: bool,
-        dtype: Any,
-    ) -> dict[str, jax.Array]:
-        whole: dict[str, jax.Array] = {}
-        replicated: list[LeafPlan] = []
-        for lp in self._outside(trainable):
-            if lp.shard_dim is None:
-                replicated.append(lp)
-                continue
-            path, part = lp.leaf.path, parts[lp.leaf.path]
-            sharing = part is not values[path] and self.shares_leaf(lp)
-            with jax.named_scope(path):
-                wire = self._wire(lp.leaf.dtype, dtype, sharing=sharing)
-                whole[path] = collectives.gather_dim(values[path], lp.shard_dim, wire, part)
-        paths = [lp.leaf.path for lp in replicated]
-        wires = [self._wire(lp.leaf.dtype, dtype, sharing=False) for lp in replicated]
-        shared = collectives.share(
-            [parts[p] for p in paths],
-            self.data_axis,
-            gather_dtypes=[w.gather_dtype for w in wires],
-            reduce_dtypes=[w.reduce_dtype for w in wires],
-        )
-        return whole | dict(zip(paths, shared, strict=True))
 
     def _checked(self, params: PyTree) -> list[Any]:
         """The leaves of ``params`` after checking paths, shapes and dtypes against the plan."""
