@@ -18,7 +18,7 @@ from jax import lax
 
 from matrixfsdp_jax.layout.packing import build_leaf
 from matrixfsdp_jax.layout.spec import LeafPlan, Matrix, View
-from matrixfsdp_jax.owner import collectives
+from matrixfsdp_jax.owner import collectives, prefetch
 
 if TYPE_CHECKING:
     from matrixfsdp_jax.owner.lazy import LazyParams
@@ -130,21 +130,20 @@ def scan(
     plans = {i: lazy.layout.plan.leaves[i] for i in indices if i not in stacked}
     rest = lazy.outside(plans.values())
     others = {i: rest[lp.leaf.path] for i, lp in plans.items()}
-    varying = partial(jax.tree.map, partial(collectives.varying, axis=lazy.layout.data_axis))
 
     def layer(carry: Any, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
         matrices, others, x = inputs
         whole = {i: stacked[i].layer(m) for i, m in matrices.items()} | others
         params = unboxed(jtu.tree_map(whole.__getitem__, tree))
         carry, y = fn(carry, params) if xs is None else fn(carry, params, x)
-        return varying(carry), y
+        return _varying(lazy, carry), y
 
     loop = _Loop(lazy, stacked, layer, prefetch)
     size = min(
         layers, _filling(lazy.layout.num_devices, [s.slots.shape[1] for s in stacked.values()])
     )
     full = layers // size * size
-    carry, ys = varying(carry), []
+    carry, ys = _varying(lazy, carry), []
     for start, stop, per_group in ((0, full, size), (full, layers, layers - full)):
         if start < stop:
             carry, y = loop.run(carry, start, stop, per_group, (others, xs))
@@ -171,15 +170,22 @@ class _Loop:
         scanned = jax.tree.map(lambda x: x[start:stop].reshape(count, size, *x.shape[1:]), scanned)
         moving = {i: jnp.asarray(p) for i, p in picks.items() if i not in static}
 
-        def group(carry: Any, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
-            stacks, moving, scanned = inputs
-            matrices = self._matrices(stacks, static | moving, size)
+        def run(carry: Any, waves: Any, inputs: Any) -> tuple[Any, Any]:
+            moving, scanned = inputs
+            matrices = self._matrices(waves, static | moving, size)
             body = jax.checkpoint(self.layer, prevent_cse=False)
             return lax.scan(body, carry, (matrices, *scanned))
 
-        carry, ys = lax.scan(
-            jax.checkpoint(group, prevent_cse=False), carry, (stacks, moving, scanned)
-        )
+        if self.prefetch and count > 1:
+            varying = partial(_varying, self.lazy)
+            carry, ys = prefetch.scan(run, self._gather, carry, stacks, (moving, scanned), varying)
+        else:
+
+            @partial(jax.checkpoint, prevent_cse=False)
+            def group(carry: Any, inputs: Any) -> tuple[Any, Any]:
+                return run(carry, self._gather(inputs[0]), inputs[1])
+
+            carry, ys = lax.scan(group, carry, (stacks, (moving, scanned)))
         return carry, jax.tree.map(lambda y: y.reshape(stop - start, *y.shape[2:]), ys)
 
     def _keys(self) -> list[str]:
@@ -217,21 +223,30 @@ class _Loop:
         taken = take_waves(self.lazy.stack(key), waves.ravel().tolist())
         return taken.reshape(len(waves), 1, waves.shape[1], *taken.shape[2:])
 
-    def _matrices(
-        self, stacks: dict[str, jax.Array], picks: dict[int, Any], size: int
-    ) -> dict[int, jax.Array]:
-        """Whole matrices ``[G, b, *dims]`` of every leaf."""
+    def _gather(self, stacks: dict[str, jax.Array]) -> dict[str, list[jax.Array]]:
+        """The waves ``[N, *dims]`` of a group on every device."""
         dtypes = {c.key: c.dtype for c in self.lazy.layout.plan.classes}
         waves = {}
         for key, stack in stacks.items():
             with jax.named_scope("mfsdp.gather"), jax.named_scope(key):
                 wire = self.lazy.wire(dtypes[key])
                 waves[key] = collectives.gather_waves(stack, wire, split=False)
+        return waves
+
+    def _matrices(
+        self, waves: dict[str, list[jax.Array]], picks: dict[int, Any], size: int
+    ) -> dict[int, jax.Array]:
+        """Whole matrices ``[G, b, *dims]`` of every leaf."""
         return {
             i: x.reshape(size, -1, *x.shape[1:])
             for i, pick in picks.items()
             for x in [_picked(waves[self.stacked[i].key], pick)]
         }
+
+
+def _varying(lazy: "LazyParams", tree: PyTree) -> PyTree:
+    axis = lazy.layout.data_axis
+    return jax.tree.map(lambda x: collectives.varying(x, axis), tree)
 
 
 def _picked(waves: list[jax.Array], pick: Any) -> jax.Array:

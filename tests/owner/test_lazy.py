@@ -115,7 +115,7 @@ def differences(layout: Any, params: Any, loss: Any, lazy_loss: Any) -> None:
 
 
 @pytest.mark.parametrize("case", MESHES)
-@pytest.mark.parametrize(("layers", "before", "prefetch"), [(8, False, False), (5, True, True)])
+@pytest.mark.parametrize(("layers", "before", "prefetch"), [(8, False, False), (9, True, True)])
 def test_scan_is_the_scan_of_whole_parameters(case, layers, before, prefetch):
     params = stacked_params(layers, before)
     layout = layout_on(case, params)
